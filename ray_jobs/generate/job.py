@@ -1,0 +1,317 @@
+"""The driver of a generate job: replicas, leases, commits."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from gen.engine import EngineInfo, cpu_bindings
+from gen.head import extract_head
+from gen.memory import EngineLostError
+from gen.replica import ReplicaSpec
+from ray_jobs.errors import JobError
+from ray_jobs.generate.actor import ReplicaActor
+from ray_jobs.generate.config import GenerateConfig
+from ray_jobs.generate.leases import Lease, Leases
+from ray_jobs.generate.plan import JobPlan, plan_job
+from ray_jobs.generate.spool import PromptSpool
+from ray_jobs.generate.summary import GenerateSummary
+from ray_jobs.generate.token_budget import TokenBudget
+from ray_jobs.progress import Stage, stage
+from storage import Dataset, FencedError, UnitFiles, Writer
+
+SUMMARY_NAME = "generate.json"
+POLL_S = 0.5
+STOP_TIMEOUT_S = 20.0
+
+
+class CaptureFaultError(JobError):
+    """More samples had bad hidden states than chance explains: the capture itself is at fault."""
+
+
+class ReplicaLostError(JobError):
+    """Replicas died more often than the job may start them again."""
+
+
+@dataclass
+class _Replica:
+    index: int
+    name: str
+    actor: Any
+    started: float
+    token_budget: int | None
+    info: EngineInfo | None = None
+    loaded: float = 0.0  # when `info` came
+    last_result: float = 0.0  # when the newest of its units came, or `loaded`
+
+    def lost_s(self, now: float) -> float:
+        """Seconds that its death costs: its start, which must be done again, and what it did since its last unit."""
+        if self.info is None:
+            return now - self.started
+        return (self.loaded - self.started) + (now - self.last_result)
+
+
+def run_generate(config: GenerateConfig, run_dir: Path) -> GenerateSummary:
+    """Generate what is missing from the data set, and close it when everything is accounted for.
+
+    Restartable at any instant: only what has no commit is done. Ray must be initialised.
+
+    Raises:
+        ValueError: the configuration is wrong, or the data set has another identity.
+        UnitFailedError, ReplicaLostError, CaptureFaultError: a bound was reached; what is committed stays.
+    """
+    began = time.monotonic()
+    plan = plan_job(config, run_dir)
+    dataset = Dataset.create(config.dataset.uri, plan.identity, plan.units)
+    snapshot = dataset.snapshot()
+    if snapshot.head is None:
+        head = extract_head(plan.verifier_dir, run_dir / "verifier_head.safetensors")
+        dataset.put_head(head)
+        head.unlink()
+    pending = snapshot.pending_units()
+    driver = _Driver(config, run_dir, plan, dataset, began)
+    try:
+        if pending:
+            driver.run(pending)
+        if not dataset.snapshot().is_complete:
+            dataset.complete()
+    finally:
+        # Also of a job that failed: what it committed, and what restarts have cost it.
+        summary = driver.summarise()
+        (run_dir / SUMMARY_NAME).write_text(json.dumps(summary.as_json(), indent=2) + "\n")
+    return summary
+
+
+class _Driver:
+    def __init__(self, config: GenerateConfig, run_dir: Path, plan: JobPlan, dataset: Dataset, began: float) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._plan = plan
+        self._dataset = dataset
+        self._began = began
+        self._writer: Writer = dataset.writer()
+        self._summary = GenerateSummary(dataset=dataset.uri)
+        self._shard_options = {
+            "shard_format": config.dataset.shard_format,
+            "codec": config.dataset.codec,
+            "target_bytes": config.dataset.shard_bytes,
+        }
+
+    def run(self, pending: list[int]) -> None:
+        replicas = self._config.replicas
+        self._leases = Leases(pending, replicas.max_unit_attempts)
+        self._budget = TokenBudget(self._run_dir, replicas.max_num_batched_tokens, replicas.min_batched_tokens)
+        self._units = {unit.unit: unit for unit in self._plan.units}
+        self._calls: dict[Any, tuple[_Replica, Lease | None]] = {}
+        count = min(replicas.count, len(pending))
+        has_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        self._bindings = (
+            [None] * count if has_gpu else cpu_bindings(count, replicas.tensor_parallel_size, replicas.cores)
+        )
+        bundle = self._bundle(has_gpu)
+        # At most: PACK fills one node before the next.
+        resource = "GPU" if has_gpu else "CPU"
+        room = max(node["Resources"].get(resource, 0) for node in ray.nodes() if node["Alive"])
+        self._num_on_node = max(1, min(count, int(room // bundle[resource])))
+        self._group = placement_group([bundle] * count, strategy="PACK")
+        self._bundle_options = {"num_gpus": bundle.get("GPU", 0), "num_cpus": bundle["CPU"]}
+        self._actors: list[_Replica] = []
+        self._restarts = Counter[int]()  # by replica
+        try:
+            with stage("loading the verifier", count) as progress:
+                self._wait_for_room(bundle, count, progress)
+                for index in range(count):
+                    self._start(index)
+                self._wait_for_first(progress)
+            with PromptSpool(self._plan.spool) as spool, stage("generating", len(pending)) as progress:
+                self._generate(spool, progress)
+        finally:
+            self._stop_all()
+            remove_placement_group(self._group)
+
+    def _bundle(self, has_gpu: bool) -> dict[str, float]:
+        ranks = self._config.replicas.tensor_parallel_size * self._config.replicas.pipeline_parallel_size
+        if has_gpu:
+            return {"GPU": ranks, "CPU": 1}
+        # A bundle lies on one node: one that is larger than every node would be waited for without end.
+        largest = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
+        share = min(ray.cluster_resources()["CPU"] / self._config.replicas.count, largest)
+        return {"CPU": self._config.replicas.cores or max(1, int(share))}
+
+    def _start(self, index: int) -> None:
+        spec = ReplicaSpec(
+            name=f"replica-{index}",
+            verifier=self._config.verifier,
+            sampling=self._config.sampling,
+            capture=self._config.capture,
+            replicas=self._config.replicas.model_copy(update={"max_num_batched_tokens": self._budget.value}),
+            states=self._plan.states,
+            codec=self._config.dataset.codec,
+            num_on_node=self._num_on_node,
+            cpu_binding=self._bindings[index],
+        )
+        actor: Any = (
+            ray.remote(ReplicaActor)
+            .options(
+                max_restarts=0,
+                max_task_retries=0,
+                max_concurrency=self._config.replicas.units_in_flight + 2,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+                **self._bundle_options,
+            )
+            .remote(spec, self._dataset.uri, str(self._log_file(spec.name).resolve()))
+        )
+        replica = _Replica(index, spec.name, actor, time.monotonic(), self._budget.value)
+        self._actors.append(replica)
+        self._calls[actor.start.remote()] = (replica, None)
+
+    def _log_file(self, name: str) -> Path:
+        return self._run_dir / "logs" / f"{name}.log"
+
+    def _wait_for_room(self, bundle: dict[str, float], count: int, progress: Stage) -> None:
+        """Until the cluster has the replicas' resources; an autoscaler may need minutes, a wrong request for ever."""
+        needs = ", ".join(f"{number:g} {name}" for name, number in bundle.items())
+        while not self._group.wait(timeout_seconds=1):
+            progress.update(note=f"waiting for room in the cluster: {count} x ({needs})")
+        progress.update(note="")
+
+    def _wait_for_first(self, progress: Stage) -> None:
+        """Replicas that are still loading join later; generation starts with the first one."""
+        while not any(replica.info for replica in self._actors):
+            self._poll(progress)
+            progress.update(sum(replica.info is not None for replica in self._actors))
+        self._summary.start_s = time.monotonic() - self._began
+
+    def _generate(self, spool: PromptSpool, progress: Stage) -> None:
+        while not self._leases.is_done:
+            for replica in self._actors:
+                while replica.info and len(self._leases.held_by(replica.name)) < self._config.replicas.units_in_flight:
+                    lease = self._leases.lease(replica.name)
+                    if lease is None:
+                        break
+                    unit = self._units[lease.unit]
+                    rows = spool.rows(self._plan.order[unit.first : unit.first + unit.num_prompts])
+                    call = replica.actor.run_unit.remote(lease.unit, lease.attempt, rows, self._shard_options)
+                    self._calls[call] = (replica, lease)
+            self._poll(progress)
+            seconds = time.monotonic() - self._began - self._summary.start_s
+            self._summary.generate_s = seconds
+            tokens = self._summary.num_output_tokens
+            progress.update(
+                self._summary.num_units,
+                note=f"units; {self._summary.num_samples} samples, {tokens} tokens, {tokens / seconds:.0f} tokens/s",
+            )
+
+    def _poll(self, progress: Stage) -> None:
+        """Take the results that have arrived, waiting a moment for one."""
+        ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=POLL_S)
+        progress.show()
+        for call in ready:
+            replica, lease = self._calls.pop(call)
+            try:
+                result = ray.get(call)
+            except (RayActorError, RayTaskError) as error:
+                self._failed(replica, lease, error)
+                continue
+            if lease is None:
+                replica.info = result
+                replica.loaded = replica.last_result = time.monotonic()
+            else:
+                self._commit(replica, lease, result)
+
+    def _commit(self, replica: _Replica, lease: Lease, result: dict[str, Any]) -> None:
+        assert replica.info is not None
+        files = UnitFiles.from_json(result["files"])
+        info = {"replica": replica.name, "attempt": str(lease.attempt), **replica.info.as_info()}
+        try:
+            commit = self._writer.commit([files], info)
+        except FencedError as error:
+            self._leases.release(lease.unit, f"{replica.name}: {error}")
+            return
+        self._leases.finish(lease.unit)
+        replica.last_result = time.monotonic()
+        summary = self._summary
+        if commit.accepted:
+            summary.num_units += 1
+            summary.num_samples += result["num_samples"]
+            summary.num_rejects += result["num_rejects"]
+            summary.num_prompt_tokens += result["num_prompt_tokens"]
+            summary.num_output_tokens += result["num_output_tokens"]
+            if summary.first_commit_s is None:
+                summary.first_commit_s = time.monotonic() - self._began
+        summary.num_capture_faults += result["num_capture_faults"]
+        summary.num_tightened += result["num_tightened"]
+        allowed = max(1.0, self._config.capture.max_fault_share * self._plan.expected_samples)
+        if summary.num_capture_faults > allowed:
+            raise CaptureFaultError(
+                f"{summary.num_capture_faults} samples had NaN, Inf or all-zero hidden states, "
+                f"{allowed:g} are allowed (capture.max_fault_share); see {self._log_file(replica.name)}"
+            )
+
+    def _failed(self, replica: _Replica, lease: Lease | None, error: RayActorError | RayTaskError) -> None:
+        """A call failed. A replica that died, or whose engine did, is ended and replaced within bounds.
+
+        Raises ValueError when the replica refused the configuration: another start would only refuse it again.
+        """
+        if lease is None and isinstance(error, RayTaskError) and isinstance(error.cause, ValueError):
+            raise ValueError(f"{replica.name} cannot start: {error.cause}") from error
+        lost = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, EngineLostError) else None
+        cause = str(lost or error).strip().splitlines()[-1]
+        engine_died = isinstance(error, RayActorError) or lost is not None
+        if lease is not None:
+            # An engine's death takes all its units along; restarts are bounded, the units are not blamed for it.
+            self._leases.release(lease.unit, f"{replica.name}: {cause}", counts=not engine_died)
+        if lease is not None and not engine_died:
+            return
+        if replica not in self._actors:
+            return
+        self._actors.remove(replica)
+        self._end(replica)
+        self._summary.lost_s += replica.lost_s(time.monotonic())
+        if lost is not None and lost.out_of_memory:
+            self._summary.num_out_of_memory += 1
+            used = replica.token_budget or (replica.info.max_num_batched_tokens if replica.info else None)
+            if used is not None:
+                self._budget.halve(used, cause)
+        if self._restarts[replica.index] >= self._config.replicas.max_restarts:
+            raise ReplicaLostError(
+                f"{replica.name} was lost after {self._restarts[replica.index]} restarts (replicas.max_restarts): "
+                f"{cause}; see {self._log_file(replica.name)}"
+            ) from error
+        self._restarts[replica.index] += 1
+        self._summary.num_restarts += 1
+        self._start(replica.index)
+
+    def _end(self, replica: _Replica) -> None:
+        """Stop a replica's engine, then its process; a replica that does not answer is killed."""
+        # Asking first lets the engine end its worker processes; the kill below is what counts.
+        with suppress(RayActorError, RayTaskError, GetTimeoutError):
+            ray.get(replica.actor.stop.remote(), timeout=STOP_TIMEOUT_S)
+        ray.kill(replica.actor, no_restart=True)
+
+    def _stop_all(self) -> None:
+        for replica in self._actors:
+            self._end(replica)
+
+    def summarise(self) -> GenerateSummary:
+        snapshot = self._dataset.snapshot()
+        shards = [file for file in snapshot.files() if file.kind == "shard"]
+        summary = self._summary
+        summary.version = snapshot.version
+        summary.raw_bytes = sum(file.raw_bytes for file in shards)
+        summary.stored_bytes = sum(file.size for file in shards)
+        summary.state_rows = sum(file.rows for file in shards)
+        summary.num_retries = self._leases.num_retries if hasattr(self, "_leases") else 0
+        summary.rejects = dict(Counter(snapshot.rejects()["reason"].to_pylist()))
+        summary.total_s = time.monotonic() - self._began
+        return summary

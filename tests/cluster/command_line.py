@@ -1,0 +1,55 @@
+"""Running the command line as a user does: its own process, its exit code, its two streams."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TIMEOUT_S = 420
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    stdout: str
+    stderr: str
+
+    def json(self) -> Any:
+        assert self.code == 0, self.stderr[-4000:]
+        return json.loads(self.stdout)
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ray_jobs", *arguments]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> Outcome:
+    try:
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"no end after {TIMEOUT_S} s; stderr ends with: {stderr[-2000:]}") from None
+    return Outcome(process.returncode, stdout, stderr)
+
+
+def headrace(*arguments: str, cwd: Path) -> Outcome:
+    return finish(start(*arguments, cwd=cwd))
+
+
+def write_config(path: Path, values: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """JSON lines; a string is written as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path

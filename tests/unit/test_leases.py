@@ -1,0 +1,69 @@
+"""Leases: every unit ends exactly once, attempts are bounded, and the bound says why."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_jobs.generate.leases import Lease, Leases, UnitFailedError
+
+
+def test_units_are_given_out_in_order_with_their_attempt() -> None:
+    leases = Leases([3, 1, 2], max_attempts=2)
+    assert leases.lease("a") == Lease(1, 0, "a")
+    assert leases.lease("b") == Lease(2, 0, "b")
+    leases.release(1, "replica lost")
+    assert leases.lease("b") == Lease(1, 1, "b")
+    assert leases.held_by("b") == [1, 2]
+    assert leases.num_retries == 1
+
+
+def test_a_unit_that_keeps_failing_stops_with_every_cause() -> None:
+    leases = Leases([7], max_attempts=2)
+    leases.lease("a")
+    leases.release(7, "disk full")
+    leases.lease("b")
+    with pytest.raises(UnitFailedError, match=r"unit 7 failed 2 times: attempt 1: disk full; attempt 2: out of memory"):
+        leases.release(7, "out of memory")
+
+
+def test_an_engines_death_is_not_counted_against_its_units() -> None:
+    leases = Leases([7], max_attempts=1)
+    for attempt in range(5):
+        assert leases.lease("a") == Lease(7, attempt, "a")
+        leases.release(7, "engine died", counts=False)
+    assert leases.num_retries == 5
+
+
+@given(
+    st.sets(st.integers(0, 30), min_size=1),
+    st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200),
+)
+def test_no_unit_is_lost_or_leased_twice(units: set[int], steps: list[tuple[str, bool]]) -> None:
+    leases = Leases(units, max_attempts=1000)
+    held: dict[int, str] = {}
+    finished: list[int] = []
+    for replica, succeeds in steps:
+        lease = leases.lease(replica)
+        if lease is not None:
+            assert lease.unit not in held
+            assert lease.unit not in finished
+            held[lease.unit] = replica
+        if held:
+            unit = next(iter(held))
+            del held[unit]
+            if succeeds:
+                leases.finish(unit)
+                finished.append(unit)
+            else:
+                leases.release(unit, "lost")
+        assert leases.num_pending + leases.num_leased + len(finished) == len(units)
+    while (lease := leases.lease("z")) is not None:
+        leases.finish(lease.unit)
+        finished.append(lease.unit)
+    for unit in held:
+        leases.finish(unit)
+        finished.append(unit)
+    assert leases.is_done
+    assert sorted(finished) == sorted(units)

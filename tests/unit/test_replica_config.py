@@ -1,0 +1,85 @@
+"""The generating side's configuration, and what follows from it before an engine starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from gen.capture.config import CaptureMode
+from gen.config import ReplicasConfig, SamplingConfig, VerifierConfig
+from gen.engine import check_mode, cpu_bindings, engine_arguments
+from gen.replica import sample_seed
+from storage import SampleKey, StateSpec
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def test_replicas_share_the_cores_without_overlap() -> None:
+    bindings = cpu_bindings(num_replicas=len(CORES), tensor_parallel_size=1, cores=None)
+    assert bindings == [str(core) for core in CORES]
+
+
+def test_every_tensor_parallel_rank_has_its_own_cores() -> None:
+    if len(CORES) < 2:
+        pytest.skip("needs two cores")
+    [binding] = cpu_bindings(num_replicas=1, tensor_parallel_size=2, cores=1)
+    assert binding == f"{CORES[0]}|{CORES[1]}"
+
+
+def test_more_replicas_than_cores_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"replicas\.count"):
+        cpu_bindings(num_replicas=len(CORES) + 1, tensor_parallel_size=1, cores=None)
+
+
+def test_an_engine_argument_that_would_undo_the_capture_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"speculative_config, worker_cls cannot be given here"):
+        ReplicasConfig(engine_args={"worker_cls": "other", "speculative_config": {}})
+
+
+def test_engine_arguments_say_what_the_sections_say() -> None:
+    spec = StateSpec((2, 15, 27, 30), 576)
+    arguments = engine_arguments(
+        Path("model"),
+        VerifierConfig(model="model", max_model_len=1024),
+        ReplicasConfig(max_num_batched_tokens=256, engine_args={"block_size": 16}),
+        spec,
+        "one_pass",
+    )
+    assert arguments["model"] == "model"
+    assert arguments["max_model_len"] == 1024
+    assert arguments["max_num_batched_tokens"] == 256
+    assert arguments["block_size"] == 16
+    assert arguments["distributed_executor_backend"] == "mp"
+    assert "speculative_config" not in arguments
+    assert "reasoning_parser" not in arguments
+
+
+def test_a_samples_seed_depends_on_its_key_and_the_runs_seed_alone() -> None:
+    key = SampleKey(12, 0, 3)
+    assert sample_seed(0, key) == sample_seed(0, SampleKey(12, 0, 3))
+    others = {sample_seed(1, key), *(sample_seed(0, key._replace(**{name: 7})) for name in key._fields)}
+    assert sample_seed(0, key) not in others
+    assert len(others) == 4
+    assert 0 <= sample_seed(0, key) < 2**63
+
+
+def test_sampling_needs_a_length() -> None:
+    with pytest.raises(ValidationError, match="max_tokens"):
+        SamplingConfig()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("mode", ["one_pass", "stock", "two_pass"])
+def test_a_layout_that_cannot_be_captured_is_refused_before_a_process_starts(
+    mode: CaptureMode, verifier_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    verifier = VerifierConfig(model=str(verifier_dir), max_model_len=256)
+    replicas = ReplicasConfig(enforce_eager=True)
+    check_mode(engine_arguments(verifier_dir, verifier, replicas, StateSpec((2, 15, 27, 30), 576), mode))
+    wrong = engine_arguments(verifier_dir, verifier, replicas, StateSpec((2, 31), 576), mode)
+    with pytest.raises(ValueError, match=r"layer id 31 is outside"):
+        check_mode(wrong)
