@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from bench.bench_log import _entries_of, fill_log, make_dataset, samples_file
+from bench.bench_log import _entries_of, fill_log, make_dataset, samples_file, timed
 from bench.states import machine
 from storage import Dataset, SampleKey
 from storage.checkpoint import INTERVAL
@@ -74,7 +74,7 @@ def _measure(directory: Path, num_samples: int, repeats: int) -> None:
     rows: list[tuple[str, float, float]] = []
 
     def both(name: str, peer: Callable[[], Any], action: Callable[[], Any], runs: int = repeats) -> None:
-        rows.append((name, _timed(peer, min(runs, 2)), _timed(action, runs)))
+        rows.append((name, timed(peer, min(runs, 2)), timed(action, runs)))
 
     if not list(directory.glob("checkpoints/*.samples")):
         start = time.perf_counter()
@@ -143,16 +143,6 @@ class _DuckDB:
 
 def _folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def _timed(action: Callable[[], Any], repeats: int) -> float:
-    """Median seconds."""
-    seconds: list[float] = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

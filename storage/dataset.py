@@ -33,6 +33,7 @@ from storage.errors import CompleteError, ContentionError, DamagedError, FencedE
 from storage.identity import Identity, canonical_json
 from storage.log import Log, LogEntry, make_entry
 from storage.manifest import COMMITTED, Manifest
+from storage.shards.checksum import file_digest
 from storage.store import Store, check_path, open_store
 from storage.types import FileEntry, SampleKey, UnitPlan, data_file_name
 
@@ -224,7 +225,7 @@ class Dataset:
 
     def put_head(self, local_file: Path) -> FileEntry:
         """Stores the verifier head, once; the same file again is no error, a different one raises ValueError."""
-        digest = _file_digest(local_file)
+        digest = file_digest(local_file)
         known = self.manifest().head
         if known is None:
             # A writer id of its own: gc must be able to fence an upload that never came to its entry.
@@ -352,11 +353,6 @@ def _check_units(units: Sequence[UnitPlan]) -> None:
         if unit.unit != position or unit.first < end or unit.num_prompts < 1 or unit.expected_samples < 0:
             raise ValueError(f"{unit} at position {position}: units are numbered from 0 and do not overlap")
         end = unit.first + unit.num_prompts
-
-
-def _file_digest(local: Path) -> str:
-    with local.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _seal(content: Mapping[str, Any]) -> bytes:

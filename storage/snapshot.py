@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from storage.errors import DamagedError, SchemaError
 from storage.manifest import COMMITTED, EXPIRED, Manifest, ManifestFile, Tombstone
+from storage.shards.checksum import file_digest
 from storage.types import REJECTS_SCHEMA, SAMPLES_SCHEMA, FileEntry, SampleKey
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class Snapshot:
         if head is None:
             raise ValueError(f"{self.dataset.uri} has no verifier head")
         final = directory / f"head-{head.digest[:16]}.safetensors"
-        if final.exists() and final.stat().st_size == head.size and _digest_of(final) == head.digest:
+        if final.exists() and final.stat().st_size == head.size and file_digest(final) == head.digest:
             return final
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f"{final.name}.{secrets.token_hex(4)}.part"
@@ -329,11 +330,6 @@ def open_checked(snapshot: Snapshot, entry: ManifestFile | FileEntry) -> pa.Buff
     if hashlib.sha256(data).hexdigest() != entry.digest:
         raise DamagedError(f"{entry.path}: its bytes do not match the digest in the manifest")
     return data
-
-
-def _digest_of(local: Path) -> str:
-    with local.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sum(column: Any) -> int:
