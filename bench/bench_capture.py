@@ -1,12 +1,13 @@
 """Throughput of capture: plain generation against one pass, the stock method and two passes, into shards, in one run.
 
-Three engines with the same threads, token budget and KV cache are alive together and work one at a time: vLLM as it
-comes, vLLM with the capture worker (one pass, two passes), and vLLM's `extract_hidden_states`. Every round gives each
-way the same prompts and asks for the same number of tokens; the table shows medians over the rounds and ratios to what
-a user would otherwise run (plain generation, and bare prefill for the second of two passes). Prefix caching is off
-everywhere: it would serve the repeated prompts of later rounds.
+Three engines with the same threads, token budget and KV cache are alive together in one Ray actor and work one at a
+time: vLLM as it comes, vLLM with the capture worker (one pass, two passes), and vLLM's `extract_hidden_states`. Every
+round gives each way the same prompts and asks for the same number of tokens, from the call of the actor until its
+result, states in closed shards; the table shows medians over the rounds and ratios to what a user would otherwise run
+(plain generation, and bare prefill for the second of two passes). Prefix caching is off everywhere: it would serve the
+repeated prompts of later rounds.
 
-    python bench/bench_capture.py [--model DIR] [--prompts N] [--tokens N] [--rounds N] [--eager] [--json FILE]
+    python -m bench.bench_capture [--model DIR] [--prompts N] [--concurrent N] [--tokens N] [--rounds N] [--eager]
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=REPOSITORY / "models" / "smollm2-135m-instruct")
-    parser.add_argument("--prompts", type=int, default=64, help="requests of a round, all in flight at once")
+    parser.add_argument("--prompts", type=int, default=192, help="requests of a round")
+    parser.add_argument("--concurrent", type=int, default=64, help="requests in a step at most (max_num_seqs)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of every answer")
-    parser.add_argument("--rounds", type=int, default=len(WAYS))
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--budget", type=int, default=2048, help="tokens of one step (max_num_batched_tokens)")
     parser.add_argument("--threads", default=None, help="VLLM_CPU_OMP_THREADS_BIND of every engine; default: two cores")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
@@ -52,7 +53,7 @@ class Bench:
         self._ids = itertools.count()
         self._units = itertools.count()
 
-    def start(self) -> None:
+    async def start(self) -> None:
         from gen.capture.client import CaptureClient
 
         self.plain = self._engine({})
@@ -76,14 +77,19 @@ class Bench:
         arguments = {
             "model": str(self.args.model),
             "max_model_len": max(map(len, self.prompts)) + self.args.tokens + 1,
-            "max_num_seqs": self.args.prompts,
+            "max_num_seqs": self.args.concurrent,
             "max_num_batched_tokens": self.args.budget,
             "enable_prefix_caching": False,
             "enforce_eager": self.args.eager,
+            "distributed_executor_backend": "mp",
         }
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, **extra))
 
-    def stop(self) -> None:
+    async def run(self, name: str) -> int:
+        """One way of working, once."""
+        return await WAYS[name][0](self)
+
+    async def stop(self) -> None:
         for engine in (self.plain, self.capture, self.stock):
             engine.shutdown()
 
@@ -156,26 +162,26 @@ WAYS = {
 }
 
 
-async def timed(way: Callable[[Bench], Awaitable[int]], bench: Bench) -> tuple[int, float]:
-    started = time.perf_counter()
-    tokens = await way(bench)
-    return tokens, time.perf_counter() - started
+def measure(bench: Any, num_rounds: int) -> dict[str, list[tuple[int, float]]]:
+    """(tokens, seconds) of every round after a warm-up; `bench` is the actor."""
+    import ray
 
-
-async def measure(bench: Bench) -> dict[str, list[tuple[int, float]]]:
-    bench.start()
+    ray.get(bench.start.remote())
     results: dict[str, list[tuple[int, float]]] = {name: [] for name in WAYS}
-    for round_index in range(bench.args.rounds + 1):
+    for round_index in range(num_rounds + 1):
         # Every round starts with another way, so that no way always follows the same one.
         names = list(WAYS)
         first = max(0, round_index - 1) % len(names)
-        for name in names[first:] + names[:first]:
-            tokens, seconds = await timed(WAYS[name][0], bench)
+        # The prefills read what plain generation answered.
+        for name in names if round_index == 0 else names[first:] + names[:first]:
+            started = time.perf_counter()
+            tokens = ray.get(bench.run.remote(name))
+            seconds = time.perf_counter() - started
             label = "warm-up" if round_index == 0 else f"round {round_index}"
             print(f"{label}: {name}: {tokens} tokens in {seconds:.1f} s", file=sys.stderr)
             if round_index:
                 results[name].append((tokens, seconds))
-    bench.stop()
+    ray.get(bench.stop.remote())
     return results
 
 
@@ -204,6 +210,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = args.threads or ",".join(map(str, cores))
     os.environ.update(VLLM_USE_V2_MODEL_RUNNER="0", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
+    import ray
     from transformers import AutoConfig
 
     from gen.chat import ChatTokenizer
@@ -217,7 +224,10 @@ def main() -> None:
     prompts = [chat.prompt_ids(row.messages) for row in itertools.islice(itertools.cycle(rows), args.prompts)]
     spec = StateSpec(resolve_layer_ids("eagle3", config.num_hidden_layers), config.hidden_size)
     with tempfile.TemporaryDirectory() as directory:
-        results = asyncio.run(measure(Bench(args, prompts, spec, Path(directory))))
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        actor = ray.remote(num_cpus=2)(Bench)
+        results = measure(actor.remote(args, prompts, spec, Path(directory)), args.rounds)
+        ray.shutdown()
     summary = report(results, args)
     if args.json is not None:
         args.json.write_text(json.dumps(summary, indent=2) + "\n")

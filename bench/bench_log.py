@@ -10,7 +10,6 @@ is timed is the public interface.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
 import os
 import shutil
@@ -26,6 +25,7 @@ import pyarrow.parquet as pq
 
 from storage import Dataset, FileEntry, Identity, SampleKey, StateSpec, UnitFiles, UnitPlan
 from storage.checkpoint import INTERVAL, checkpoint_path, encode_checkpoint
+from storage.digest import bytes_digest
 from storage.log import make_entry
 from storage.manifest import Manifest
 from storage.types import SAMPLES_SCHEMA, data_file_name
@@ -140,7 +140,7 @@ def write_checkpoint(directory: Path, manifest: Manifest) -> None:
 
 def _entries_of(unit: int, per_entry: int, samples: bytes) -> list[tuple[FileEntry, bytes]]:
     first, last = unit * per_entry, unit * per_entry + per_entry - 1
-    digest = hashlib.sha256(samples or str(unit).encode()).hexdigest()
+    digest = bytes_digest(samples or str(unit).encode())
     table = FileEntry(
         "samples/" + data_file_name(unit, 0, WRITER, 0, "parquet"),
         len(samples) or 10_000,
@@ -154,7 +154,7 @@ def _entries_of(unit: int, per_entry: int, samples: bytes) -> list[tuple[FileEnt
         FileEntry(
             "shards/" + data_file_name(unit, 0, WRITER, number, "safetensors"),
             1 << 29,
-            hashlib.sha256(f"{unit}-{number}".encode()).hexdigest(),
+            bytes_digest(f"{unit}-{number}".encode()),
             "shard",
             per_entry,
             1000,

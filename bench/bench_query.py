@@ -9,6 +9,7 @@ trusts the listing, checks no digest and knows nothing of deleted samples), and 
 from __future__ import annotations
 
 import argparse
+import resource
 import shutil
 import statistics
 import tempfile
@@ -36,7 +37,8 @@ AGGREGATE = (
     "WHERE num_tokens > 32 AND row % 7 = 0 GROUP BY ALL ORDER BY ALL"
 )
 ONE_KEY = "SELECT prompt_id, unit, shard, checksum FROM {samples} WHERE row = {row} AND turn = 0 AND n = 0"
-ONE_KEY_WIDE = "SELECT text, token_ids FROM {samples} WHERE row = {row} AND turn = 0 AND n = 0"
+ONE_KEY_WIDE = "SELECT * FROM {samples} WHERE row = {row} AND turn = 0 AND n = 0"
+WIDE = "SELECT sum(length(text))::BIGINT AS characters, sum(len(token_ids))::BIGINT AS tokens FROM {samples}"
 
 
 def main() -> None:
@@ -105,12 +107,18 @@ def _measure(directory: Path, num_samples: int, repeats: int) -> None:
         lambda: peer.rows(AGGREGATE),
         lambda: query(snapshot, AGGREGATE.format(samples="samples")),
     )
-    for name, sql in (("one key, narrow columns", ONE_KEY), ("one key, text and token ids", ONE_KEY_WIDE)):
+    for name, sql in (("one key, narrow columns", ONE_KEY), ("one key, all columns", ONE_KEY_WIDE)):
         both(
             f"{name}, open before",
             partial(peer.rows, sql, row),
             partial(query, snapshot, sql.format(samples="samples", row=row)),
         )
+    both(
+        "text and token ids of every sample",
+        lambda: peer.rows(WIDE),
+        lambda: query(snapshot, WIDE.format(samples="samples")),
+        runs=1,
+    )
     both(
         "one key through Python (Snapshot.samples)",
         lambda: ds.dataset(folder).to_table(filter=pc.field("row") == row),
@@ -121,6 +129,8 @@ def _measure(directory: Path, num_samples: int, repeats: int) -> None:
         lambda: ds.dataset(folder).to_table(columns=LOCATION_COLUMNS),
         lambda: Locations(load_narrow(Dataset.open(directory).snapshot(), LOCATION_COLUMNS)),
     )
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"peak memory of this process, the peers included: {peak_mb:,.0f} MiB")
     print(f"| {'what':50} | {'peer':>12} | {'headrace':>12} | {'ratio':>8} |")
     print(f"|{'-' * 52}|{'-' * 13}:|{'-' * 13}:|{'-' * 9}:|")
     for name, peer_s, own_s in rows:

@@ -86,6 +86,7 @@ def _run(options: argparse.Namespace) -> None:
     runs: list[tuple[str, Callable[[], Iterator[int]], Path, int]] = [
         ("speculators", lambda: _speculators(directory / "speculators"), directory / "speculators", 1),
         ("headrace none", lambda: _headrace(directory / "none", 0), directory / "none", 1),
+        ("headrace none", lambda: _headrace(directory / "none", 2), directory / "none", 2),
         ("headrace planes-zstd", lambda: _headrace(directory / "planes-zstd", 0), directory / "planes-zstd", 1),
         ("headrace planes-zstd", lambda: _headrace(directory / "planes-zstd", 2), directory / "planes-zstd", 2),
     ]

@@ -1,8 +1,9 @@
 """Checkpoints of the log: the folded state every so many entries, so that opening reads one file and a short tail.
 
-A checkpoint is derived: it carries the digest of the log entry it stands for, and `verify --deep` folds the log again
-and compares. A damaged one is passed over with a warning that names it, and gc offers to remove it; one from a newer
-schema is refused.
+A checkpoint is derived. It carries the digests of its data set and of the log entry it stands for: one that was copied
+from another data set, or that stands for another entry, is passed over like a damaged one, with a warning that names
+it, and gc offers to remove it. One from a newer schema is refused. One that stands for an entry that is not there any
+more tells that the log lost its newest entries. `verify --deep` folds the log again and compares.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import hashlib
 import io
 import json
 import logging
+from collections.abc import Sequence
 
 import pyarrow as pa
 
-from storage.errors import DamagedError, SchemaError
+from storage.errors import DamagedError, LostEntriesError, SchemaError
+from storage.log import Log, entry_path
 from storage.manifest import FILES_SCHEMA, RETIRED_SCHEMA, TOMBSTONES_SCHEMA, UNITS_SCHEMA, Manifest, Tables
 from storage.store import Store
 from storage.types import FileEntry
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = "checkpoints"
 # Entries between checkpoints. Folding 1,000 entries takes about 0.1 s; a checkpoint of 100,000 units is some 15 MB.
 INTERVAL = 1000
@@ -32,6 +35,10 @@ _TABLES = {
 }
 
 _log = logging.getLogger(__name__)
+
+
+class UnusableCheckpointError(DamagedError):
+    """The checkpoint is damaged or not of this log; the log itself is what counts."""
 
 
 def checkpoint_path(version: int) -> str:
@@ -55,6 +62,7 @@ def encode_checkpoint(manifest: Manifest) -> bytes:
             writer.write_table(getattr(tables, name).cast(schema))
         streams[name] = sink.getvalue()
     header = {
+        "root": manifest.root,
         "version": manifest.version,
         "digest": manifest.digest,
         "complete_at": manifest.complete_at,
@@ -77,8 +85,10 @@ def decode_checkpoint(path: str, data: bytes) -> Manifest:
     magic, _, schema = start.rpartition(b" ")
     if magic != _MAGIC or digest != _digest(schema, rest):
         raise DamagedError(f"{path}: its bytes do not match its digest")
-    if schema != b"%d" % SCHEMA:
-        raise SchemaError(f"{path}: schema version {schema.decode()}, this code knows {SCHEMA}: use a newer headrace")
+    if int(schema) < SCHEMA:
+        raise DamagedError(f"{path}: schema version {int(schema)} is no longer read, the current one is {SCHEMA}")
+    if int(schema) > SCHEMA:
+        raise SchemaError(f"{path}: schema version {int(schema)}, this code knows {SCHEMA}: use a newer headrace")
     line, _, payload = rest.partition(b"\n")
     header = json.loads(line)
     if checkpoint_path(header["version"]) != path:
@@ -92,6 +102,7 @@ def decode_checkpoint(path: str, data: bytes) -> Manifest:
     head = FileEntry.from_json(header["head"]) if header["head"] else None
     version = header["version"]
     return Manifest(
+        header["root"],
         version,
         header["digest"],
         header["complete_at"],
@@ -108,27 +119,47 @@ def checkpoint_versions(store: Store) -> list[int]:
     return sorted(version for version in found if version is not None)
 
 
-def newest_checkpoint(store: Store, until: int | None = None) -> Manifest | None:
-    """The state at the newest usable checkpoint not after `until`, None when there is none."""
+def read_checkpoint(store: Store, log: Log, root: str, version: int) -> Manifest:
+    """The checkpoint of a version, of the data set `root` and of the very entry that its log has.
+
+    Raises UnusableCheckpointError, FileNotFoundError and SchemaError for the checkpoint; LostEntriesError when the log
+    has no such version any more, DamagedError naming the log entry when that is damaged.
+    """
+    path = checkpoint_path(version)
+    try:
+        manifest = decode_checkpoint(path, store.get(path))
+    except DamagedError as error:
+        raise UnusableCheckpointError(str(error)) from error
+    if manifest.root != root:
+        raise UnusableCheckpointError(f"{path}: belongs to another data set")
+    entry = log.read(version)
+    if entry is None:
+        raise LostEntriesError(version, path)
+    if entry.digest != manifest.digest:
+        raise UnusableCheckpointError(f"{path}: stands for another entry than {entry_path(version)}")
+    return manifest
+
+
+def newest_checkpoint(store: Store, log: Log, root: str, until: int | None = None) -> Manifest | None:
+    """The state at the newest usable checkpoint not after `until`, None when there is none; see `read_checkpoint`."""
     for version in reversed(checkpoint_versions(store)):
         if until is not None and version > until:
             continue
-        path = checkpoint_path(version)
         try:
-            return decode_checkpoint(path, store.get(path))
-        except (DamagedError, FileNotFoundError) as error:
+            return read_checkpoint(store, log, root, version)
+        except (UnusableCheckpointError, FileNotFoundError) as error:
             _log.warning("%s: checkpoint passed over, the log is read instead: %s", store.uri, error)
     return None
 
 
-def write_due_checkpoint(store: Store, manifest: Manifest) -> bool:
-    """Publishes a checkpoint when the newest one is INTERVAL versions old.
+def write_checkpoint(store: Store, manifest: Manifest, *, even_if_recent: bool = False) -> bool:
+    """Publishes a checkpoint, unless there is one of the last INTERVAL versions.
 
-    False when it is not, and, with a warning, when the store fails: the log stands without it.
+    False when there is, and, with a warning, when the store fails: the log stands without it.
     """
     try:
-        existing = checkpoint_versions(store)
-        if existing and manifest.version - existing[-1] < INTERVAL:
+        oldest = manifest.version if even_if_recent else manifest.version - INTERVAL + 1
+        if any(oldest <= version <= manifest.version for version in checkpoint_versions(store)):
             return False
         store.put_if_absent(checkpoint_path(manifest.version), encode_checkpoint(manifest))
     except OSError as error:
@@ -136,3 +167,20 @@ def write_due_checkpoint(store: Store, manifest: Manifest) -> bool:
         _log.warning("%s: no checkpoint at version %d: %s", store.uri, manifest.version, error)
         return False
     return True
+
+
+def superfluous(versions: Sequence[int]) -> list[int]:
+    """Checkpoints that time travel can do without: from the rest, a version of any age costs at most as many entries
+    to fold as half of its age, or INTERVAL if that is more.
+
+    So the number that stay grows with the logarithm of the log's length. The newest one always stays.
+    """
+    gone: list[int] = []
+    ascending = sorted(versions)
+    for position in range(len(ascending) - 2, -1, -1):
+        age = ascending[-1] - ascending[position]
+        older = ascending[position - 1] if position else 0
+        newer = next(version for version in ascending[position + 1 :] if version not in gone)
+        if newer - older <= max(age // 2, INTERVAL):
+            gone.append(ascending[position])
+    return gone

@@ -3,7 +3,7 @@
 dataset.json            identity, schema version, unit plan file; written once
 units-<digest>.parquet  the unit plans
 log/<version>.json      the commit log; readers trust it alone
-checkpoints/            the folded log, every 1,000 versions
+checkpoints/            the folded log, every 1,000 versions and at the end; indexes of samples
 shards/ samples/ rejects/ head/    data files, named after unit, attempt and writer
 staging/                unfinished files of a local data set
 """
@@ -17,6 +17,7 @@ import os
 import random
 import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,11 +30,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage import checkpoint
+from storage.digest import file_digest
 from storage.errors import CompleteError, ContentionError, DamagedError, FencedError, IdentityError, SchemaError
 from storage.identity import Identity, canonical_json
 from storage.log import Log, LogEntry, make_entry
 from storage.manifest import COMMITTED, Manifest
-from storage.shards.checksum import file_digest
 from storage.store import Store, check_path, open_store
 from storage.types import FileEntry, SampleKey, UnitPlan, data_file_name
 
@@ -232,11 +233,15 @@ class Dataset:
             writer = new_writer_id()
             path = "head/" + data_file_name(0, 0, writer, 0, "safetensors")
             staged = self.store.staging_file(path)
-            with local_file.open("rb") as source, staged.open("wb") as copy:
-                while block := source.read(_COPY_BYTES):
-                    copy.write(block)
-            entry = FileEntry(path, staged.stat().st_size, digest, "head", 0)
-            self.store.put_file(path, staged)
+            try:
+                with local_file.open("rb") as source, staged.open("wb") as copy:
+                    shutil.copyfileobj(source, copy, _COPY_BYTES)
+                entry = FileEntry(path, staged.stat().st_size, file_digest(staged), "head", 0)
+                if entry.digest != digest:
+                    raise ValueError(f"{local_file} changed while it was stored ({digest}, then {entry.digest})")
+                self.store.put_file(path, staged)
+            finally:
+                staged.unlink(missing_ok=True)
 
             def build(manifest: Manifest) -> Mapping[str, Any] | None:
                 return {"file": entry.to_json()} if manifest.head is None else None
@@ -245,7 +250,7 @@ class Dataset:
             assert known is not None
         if known.digest != digest:
             raise ValueError(
-                f"{self.uri} has a verifier head with sha256 {known.digest}, {local_file} has {digest}: "
+                f"{self.uri} has a verifier head {known.digest}, {local_file} has {digest}: "
                 "the weights are not those that this data set was made with"
             )
         return known
@@ -289,14 +294,16 @@ class Dataset:
             # Before it is published: an entry that breaks the log's rules would make the data set unreadable.
             manifest.apply(entry)
             if self.log.append(entry):
-                self._advance(manifest)
+                # The last entry that most data sets get: with a checkpoint after it, its loss would be noticed.
+                self._advance(manifest, even_if_recent=kind == "complete")
                 return manifest.copy()
             # Losers in step would lose again in step; and a network file system may show the winner's entry late.
             time.sleep(random.uniform(0, min(0.5, 0.002 * (race + 1))))
         raise ContentionError(f"{self.uri}: lost the race for the next log version {MAX_RACES} times in a row")
 
     def _load(self, until: int | None) -> Manifest:
-        manifest = checkpoint.newest_checkpoint(self.store, until) or Manifest(0, self.root_digest)
+        manifest = checkpoint.newest_checkpoint(self.store, self.log, self.root_digest, until)
+        manifest = manifest or Manifest.empty(self.root_digest)
         for entry in self.log.read_after(manifest.version, manifest.digest, until):
             manifest.apply(entry)
         return manifest
@@ -315,11 +322,12 @@ class Dataset:
                 manifest.apply(entry)
         return manifest.rebased() if manifest.version - manifest.base_version > checkpoint.INTERVAL else manifest
 
-    def _advance(self, manifest: Manifest) -> None:
+    def _advance(self, manifest: Manifest, even_if_recent: bool) -> None:
         """Takes over the state after our own entry, and writes a checkpoint when one is due."""
-        if manifest.version - manifest.base_version >= checkpoint.INTERVAL:
+        is_due = manifest.version - manifest.base_version >= checkpoint.INTERVAL
+        if is_due or even_if_recent:
             manifest = manifest.rebased()
-            if checkpoint.write_due_checkpoint(self.store, manifest):
+            if checkpoint.write_checkpoint(self.store, manifest, even_if_recent=even_if_recent) and is_due:
                 self._index_samples(manifest)
         with self._lock:
             if self._latest is None or self._latest.version < manifest.version:

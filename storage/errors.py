@@ -13,6 +13,20 @@ class DamagedError(ValueError):
     """
 
 
+class LostEntriesError(DamagedError):
+    """The log lacks its newest entries: a file that was written after them names a version that is not there."""
+
+    def __init__(self, version: int, evidence: str) -> None:
+        super().__init__(
+            f"log/{version:020d}.json: missing, although {evidence} was written after it: the log lost its newest "
+            "entries. Restore them from a copy; until then nothing is read or removed"
+        )
+
+
+class RetiredError(DamagedError):
+    """A file of an old snapshot is gone: it was replaced, expired or purged since, and removed."""
+
+
 class SchemaError(ValueError):
     """A persisted structure carries a schema version (or a kind) that this code does not know."""
 

@@ -13,6 +13,7 @@ loses nothing, since row i needs the states i + 1 as its target and token i + 2 
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,7 +53,8 @@ def export_speculators(
 
     Args:
         snapshot: what to export.
-        directory: must not exist, or be empty. It appears under its name only when it is whole.
+        directory: must not exist, or be empty. It appears under its name only when it is whole; an export that is
+            killed leaves `<name>.partial-...` beside it.
         progress: called with samples done and in all.
 
     Raises:
@@ -60,21 +62,36 @@ def export_speculators(
         ValueError: when the states do not end with the verifier's final layer, which the library trains towards.
         DamagedError: naming the sample whose bytes are not what was committed.
     """
+    _check_final_layer(snapshot)
+    _check_empty(directory)
+    # A name of its own: two exports into one place must not write into each other's files.
+    partial = directory.with_name(f"{directory.name}.partial-{secrets.token_hex(4)}")
+    partial.mkdir(parents=True)
+    try:
+        summary = _write(snapshot, partial, str(directory), progress)
+        _check_empty(directory)  # another one may have been faster
+        partial.rename(directory)  # takes the place of an empty directory
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    return summary
+
+
+def _check_empty(directory: Path) -> None:
+    if directory.exists() and any(directory.iterdir()):
+        raise FileExistsError(f"{directory} is not empty: export into a new directory")
+
+
+def _write(snapshot: Snapshot, partial: Path, directory: str, progress: Callable[[int, int], None]) -> ExportSummary:
+    """Writes the whole export into the directory `partial`."""
     from datasets import Dataset, Features, List, Value
     from datasets.arrow_writer import ArrowWriter
 
-    _check_final_layer(snapshot)
-    if directory.exists() and any(directory.iterdir()):
-        raise FileExistsError(f"{directory} is not empty: export into a new directory")
-    partial = directory.with_name(f"{directory.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    (partial / "hidden_states").mkdir(parents=True)
-
+    (partial / "hidden_states").mkdir()
     reader = SampleReader(snapshot)
     locations = reader.locations
     order = np.lexsort([locations.ns, locations.turns, locations.rows])
-    summary = ExportSummary(str(directory))
+    summary = ExportSummary(directory)
     summary.skipped = [str(locations.key(index)) for index in order if locations.num_tokens[index] < 2]
     order = order[locations.num_tokens[order] > 1]
     keys: list[SampleKey] = []
@@ -104,9 +121,6 @@ def export_speculators(
     del table
     shutil.rmtree(rows_file.parent)
     _write_manifest(partial / MANIFEST, snapshot, summary, keys)
-    if directory.exists():
-        directory.rmdir()
-    partial.rename(directory)
     return summary
 
 

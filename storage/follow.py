@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,8 +12,9 @@ from storage.manifest import COMMITTED
 from storage.prefetch import prefetched
 from storage.reader import LoadedSample, SampleReader
 from storage.snapshot import Snapshot
+from storage.types import SampleKey
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class Follower:
@@ -50,7 +52,8 @@ class Follower:
         self._prefetch_samples = prefetch_samples
         self._threads = threads
         self._done: set[int] = set()
-        self._partial: tuple[int, int] | None = None  # a unit begun, and how many of its samples were yielded
+        # A unit begun and the last sample of it that was yielded; not how many, since others may be deleted meanwhile.
+        self._partial: tuple[int, SampleKey] | None = None
 
     def __iter__(self) -> Iterator[LoadedSample]:
         idle_since = time.monotonic()
@@ -88,16 +91,19 @@ class Follower:
 
     def _read_unit(self, snapshot: Snapshot, unit: int) -> Iterator[LoadedSample]:
         reader = SampleReader(snapshot, units=[unit])
-        taken = self._partial[1] if self._partial and self._partial[0] == unit else 0
+        keys = list(reader.keys())
+        first = 0
+        if self._partial is not None and self._partial[0] == unit:
+            first = bisect_right(keys, self._partial[1])  # a unit's samples come in order of key
         samples = prefetched(
             lambda index: reader.read_at([index])[0],
-            range(taken, len(reader)),
+            range(first, len(keys)),
             depth=self._prefetch_samples,
             threads=self._threads,
         )
-        for index, sample in enumerate(samples, start=taken):
-            self._partial = (unit, index + 1)
-            if index + 1 == len(reader):
+        for sample in samples:
+            self._partial = (unit, sample.key)
+            if sample.key == keys[-1]:
                 self._finish(unit)
             yield sample
         self._finish(unit)
@@ -111,7 +117,7 @@ class Follower:
         return {
             "state_version": STATE_VERSION,
             "done": _as_ranges(self._done),
-            "partial": list(self._partial) if self._partial else None,
+            "partial": [self._partial[0], *self._partial[1]] if self._partial else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,7 +125,7 @@ class Follower:
         if state.get("state_version") != STATE_VERSION:
             raise ValueError(f"follower state has state_version {state.get('state_version')!r}, known: {STATE_VERSION}")
         self._done = {unit for first, last in state["done"] for unit in range(first, last)}
-        self._partial = (state["partial"][0], state["partial"][1]) if state["partial"] else None
+        self._partial = (state["partial"][0], SampleKey(*state["partial"][1:])) if state["partial"] else None
 
 
 def _as_ranges(numbers: Iterable[int]) -> list[list[int]]:

@@ -4,6 +4,9 @@ A file that the log does not name may belong to a writer that is still at work, 
 gc leaves the files of writers that were active lately alone, fences the others, and only removes files that can never
 be committed: of a fenced writer, or of a unit that is visible already. Files that were visible once go when they were
 purged or expired, and when their replacement by compact is older than readers of old snapshots are given.
+
+Checkpoints and indexes of samples are thinned out to a number that grows with the logarithm of the data set's, so what
+gc reads (it checks those that stay) is bounded. Every version can still be read.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from storage.checkpoint import decode_checkpoint
+from storage.checkpoint import UnusableCheckpointError, checkpoint_path, read_checkpoint, superfluous
 from storage.dataset import Dataset
 from storage.errors import DamagedError
-from storage.listing import Inventory, can_be_committed, take_inventory
+from storage.listing import Inventory, can_be_committed, find_lost_entries, take_inventory
 from storage.manifest import Manifest
+from storage.sample_index import SampleIndex, without_repeats
 
 if TYPE_CHECKING:
     from storage.store_s3 import S3Store
@@ -72,11 +76,16 @@ def collect(
         older_than_s: a writer none of whose files changed and none of whose commits happened for so long counts as
             gone. Longer than the longest unit takes, or gc fences a writer that is at work (which then fails loudly).
         keep_superseded_s: how long readers of old snapshots keep the files that compact replaced.
+
+    Raises LostEntriesError when the log is known to lack its newest entries: what they made visible looks like garbage.
     """
     # Listing first: what is listed and not in the later manifest was not visible when the manifest was read.
     listing = list(dataset.store.list())
     manifest = dataset.manifest()
     inventory = take_inventory(listing, manifest, dataset.units_path)
+    lost = find_lost_entries(dataset, inventory, manifest)
+    if lost is not None:
+        raise lost
     cutoff = datetime.now(UTC) - timedelta(seconds=older_than_s)
     result = Collection(dataset.uri, foreign=[info.path for info in inventory.foreign])
     quiet = _quiet_writers(inventory, manifest, cutoff)
@@ -92,7 +101,8 @@ def collect(
     result.removals = [Removal(info.path, info.size, "orphan", origin.writer) for info, origin in doomed]
     result.removals += _retired(inventory, manifest, keep_superseded_s, result)
     result.removals += [Removal(i.path, i.size, "scrap") for i in inventory.scraps if i.last_modified < cutoff]
-    result.removals += _useless_derived(dataset, inventory, manifest)
+    result.removals += _useless_checkpoints(dataset, inventory)
+    result.removals += _useless_indexes(dataset, inventory, manifest)
     result.removals += _abandoned_uploads(dataset, cutoff, result)
     if apply:
         _apply(dataset, result, on_removed or (lambda removal: None))
@@ -146,28 +156,37 @@ def _retired(
             yield Removal(info.path, info.size, retired.reason)
 
 
-def _useless_derived(dataset: Dataset, inventory: Inventory, manifest: Manifest) -> Iterator[Removal]:
-    """Checkpoints and indexes that do not decode: readers do without them, later commits write new ones.
+def _useless_checkpoints(dataset: Dataset, inventory: Inventory) -> Iterator[Removal]:
+    """Those that readers pass over, and those that time travel can do without."""
+    gone = set(superfluous(list(inventory.checkpoints)))
+    useless: list[int] = []
+    for version in inventory.checkpoints.keys() - gone:
+        try:
+            read_checkpoint(dataset.store, dataset.log, dataset.root_digest, version)
+        except (UnusableCheckpointError, FileNotFoundError):
+            useless.append(version)
+    # One that is of no use may have made a good one look superfluous: then the next run thins out.
+    useless += [] if useless else gone
+    yield from (Removal(checkpoint_path(v), inventory.checkpoints[v].size, "checkpoint") for v in sorted(useless))
 
-    Also indexes whose sample files are all gone, and those that repeat columns of a purged sample.
-    """
-    from storage.sample_index import SampleIndex
 
+def _useless_indexes(dataset: Dataset, inventory: Inventory, manifest: Manifest) -> Iterator[Removal]:
+    """Those that readers pass over, that others repeat, that no stored file needs, or that repeat a purged sample."""
     tainted = {retired.path for retired in manifest.tainted()}
     stored = inventory.visible.keys() | {info.path for info, _ in inventory.retired}
-    derived = [(info, "checkpoint") for info in inventory.checkpoints.values()]
-    derived += [(info, "index") for info in inventory.indexes.values()]
-    for info, kind in derived:
+    useful: dict[str, SampleIndex] = {}
+    for path, info in inventory.indexes.items():
         try:
-            data = dataset.store.get(info.path)
-            if kind == "checkpoint":
-                decode_checkpoint(info.path, data)
-            else:
-                files = SampleIndex.decode(info.path, data).files.keys()
-                if not files.isdisjoint(tainted) or files.isdisjoint(stored):
-                    yield Removal(info.path, info.size, kind)
+            index = SampleIndex.decode(path, dataset.store.get(path))
         except (DamagedError, FileNotFoundError):
-            yield Removal(info.path, info.size, kind)
+            yield Removal(path, info.size, "index")
+            continue
+        if index.root != manifest.root or not tainted.isdisjoint(index.files) or stored.isdisjoint(index.files):
+            yield Removal(path, info.size, "index")
+        else:
+            useful[path] = index
+    kept = without_repeats(useful.values())
+    yield from (Removal(p, inventory.indexes[p].size, "index") for p in useful if useful[p] not in kept)
 
 
 def _abandoned_uploads(dataset: Dataset, cutoff: datetime, result: Collection) -> list[Removal]:

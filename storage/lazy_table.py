@@ -1,25 +1,26 @@
-"""A table that is read when a query asks for it, and only the columns and rows that the query needs."""
+"""A table that is read when a query asks for it, a part at a time, and only the columns and rows that it needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-Loader = Callable[[list[str], "ds.Expression | None"], pa.Table]
+Loader = Callable[[list[str], "ds.Expression | None"], Iterable[pa.Table]]
 
 
 class LazyTable(ds.Dataset):
     """An Arrow data set for DuckDB, which calls `scanner` with the columns and filters it pushes down.
 
-    DuckDB recognises any subclass of `pyarrow.dataset.Dataset` by its type and uses only `schema` and `scanner`; it
-    takes a pushed filter for applied, so `scanner` applies it whatever the loader did with it.
+    DuckDB recognises any subclass of `pyarrow.dataset.Dataset` by its type and uses only `schema`, `scanner` and the
+    scanner's `to_reader`; it takes a pushed filter for applied, so it is applied here whatever the loader did with it.
 
     Args:
         schema: of the whole table.
         load: called with the columns needed (those of the filter included) and the filter, which it may use to read
-            less; returns a table that holds at least the matching rows.
+            less; gives tables that together hold at least the matching rows.
     """
 
     def __init__(self, schema: pa.Schema, load: Loader) -> None:
@@ -33,15 +34,35 @@ class LazyTable(ds.Dataset):
 
     def scanner(
         self, columns: Sequence[str] | None = None, filter: ds.Expression | None = None, **options: object
-    ) -> ds.Scanner:
-        wanted = self._schema.names if columns is None else list(columns)
-        needed = list(dict.fromkeys([*wanted, *filter_columns(self._schema, filter)]))
+    ) -> Scan:
+        names = self._schema.names if columns is None else list(columns)
+        schema = pa.schema([self._schema.field(name) for name in names])
+        return Scan(schema, self._batches(schema, filter))
+
+    def _batches(self, schema: pa.Schema, filter: ds.Expression | None) -> Iterator[pa.RecordBatch]:
+        needed = list(dict.fromkeys([*schema.names, *filter_columns(self._schema, filter)]))
         try:
-            table = self._load(needed, filter)
+            for table in self._load(needed, filter):
+                found = table if filter is None else table.filter(filter)
+                yield from found.select(schema.names).cast(schema).to_batches()
         except Exception as error:
             self.error = error
             raise
-        return ds.dataset(table).scanner(columns=wanted, filter=filter)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What DuckDB takes for a scanner. It reads in the thread that asks.
+
+    pyarrow's own scanner asks from a thread of Arrow's pool. What is loaded here uses that pool too, and with as few
+    threads as cores both would wait for each other for ever.
+    """
+
+    projected_schema: pa.Schema
+    batches: Iterator[pa.RecordBatch]
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(self.projected_schema, self.batches)
 
 
 def filter_columns(schema: pa.Schema, expression: ds.Expression | None) -> list[str]:
@@ -52,7 +73,7 @@ def filter_columns(schema: pa.Schema, expression: ds.Expression | None) -> list[
     return [name for name in schema.names if name in text and not binds(schema, expression, without={name})]
 
 
-def binds(schema: pa.Schema, expression: ds.Expression, without: set[str]) -> bool:
+def binds(schema: pa.Schema, expression: ds.Expression, without: Set[str]) -> bool:
     """Whether `expression` can be evaluated on `schema` with the columns `without` left out."""
     rest = pa.schema([field for field in schema if field.name not in without])
     try:

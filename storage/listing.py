@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from storage.checkpoint import FOLDER as CHECKPOINTS
-from storage.checkpoint import checkpoint_version
-from storage.dataset import DATASET_FILE
+from storage.checkpoint import checkpoint_path, checkpoint_version, decode_checkpoint
+from storage.dataset import DATASET_FILE, Dataset
+from storage.errors import DamagedError, LostEntriesError
 from storage.log import entry_version
 from storage.manifest import Manifest, Retired
+from storage.sample_index import SampleIndex, index_version
 from storage.store import STAGING, ObjectInfo
 from storage.types import FileOrigin, parse_data_file_name
 
@@ -52,7 +53,7 @@ def take_inventory(files: Iterable[ObjectInfo], manifest: Manifest, units_path: 
             inventory.log[version] = info
         elif (version := checkpoint_version(path)) is not None:
             inventory.checkpoints[version] = info
-        elif folder == CHECKPOINTS and path.endswith(".samples"):
+        elif index_version(path) is not None:
             inventory.indexes[path] = info
         elif folder in DATA_FOLDERS and (origin := parse_data_file_name(rest)) is not None:
             inventory.orphans.append((info, origin))
@@ -76,3 +77,26 @@ def can_be_committed(info: ObjectInfo, origin: FileOrigin, manifest: Manifest) -
     folder = info.path.removeprefix(f"{STAGING}/").partition("/")[0]
     is_of_unit = folder != "head" and not origin.writer.startswith(COMPACT_WRITER)
     return not (is_of_unit and manifest.has_unit(origin.unit))
+
+
+def find_lost_entries(dataset: Dataset, inventory: Inventory, manifest: Manifest) -> LostEntriesError | None:
+    """The error for a log without its newest entries, when a checkpoint or an index was written after them.
+
+    Both are listed before the manifest is read, so none of them can be newer.
+    """
+    named = {checkpoint_path(version): version for version in inventory.checkpoints}
+    named |= {path: index_version(path) or 0 for path in inventory.indexes}
+    for path in sorted((path for path in named if named[path] > manifest.version), key=lambda path: -named[path]):
+        if _root_of(dataset, path) == manifest.root:
+            return LostEntriesError(named[path], path)
+    return None
+
+
+def _root_of(dataset: Dataset, path: str) -> str | None:
+    """The data set that a checkpoint or an index says it is of; None when it cannot be read."""
+    try:
+        data = dataset.store.get(path)
+        is_index = index_version(path) is not None
+        return SampleIndex.decode(path, data).root if is_index else decode_checkpoint(path, data).root
+    except (DamagedError, FileNotFoundError):
+        return None

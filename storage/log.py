@@ -171,5 +171,8 @@ class Log:
 
 
 def _batches(versions: range) -> Iterator[range]:
-    for start in range(0, len(versions), _READ_AHEAD):
-        yield versions[start : start + _READ_AHEAD]
+    # A stray name can tell any version: the range may be longer than anything that has a len().
+    start = versions.start
+    while start < versions.stop:
+        yield range(start, min(start + _READ_AHEAD, versions.stop))
+        start += _READ_AHEAD

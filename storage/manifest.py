@@ -54,8 +54,9 @@ __all__ = [
 class Manifest:
     """The folded log at one version. `apply` moves it one entry forward."""
 
+    root: str  # digest of dataset.json: which data set this is
     version: int
-    digest: str  # of the entry `version`, or of dataset.json at version 0
+    digest: str  # of the entry `version`; the root at version 0
     complete_at: int | None = None
     head: FileEntry | None = None
     fenced: dict[str, int] = field(default_factory=dict)  # writer id -> version of its fence
@@ -66,6 +67,11 @@ class Manifest:
     _units: dict[int, UnitState] = field(default_factory=dict)  # new or changed since the base
     _tombstones: dict[SampleKey, Tombstone] = field(default_factory=dict)
     _retired: dict[str, Retired] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, root: str) -> Manifest:
+        """Version 0 of the data set whose dataset.json has the digest `root`."""
+        return cls(root, 0, root)
 
     def copy(self) -> Manifest:
         """An independent manifest; the Arrow tables are shared."""
@@ -142,6 +148,13 @@ class Manifest:
         found = {row["path"]: Retired(**{**row, "units": tuple(row["units"])}) for row in rows}
         return found | self._retired
 
+    def retired_file(self, path: str) -> Retired | None:
+        """The file at `path` if it was visible once and is no more."""
+        if path in self._retired:
+            return self._retired[path]
+        row = pc.index(self.base.retired["path"], path).as_py()
+        return None if row < 0 else Retired(**_with_units(self.base.retired.slice(row, 1)))
+
     def tainted(self) -> list[Retired]:
         """Retired files that hold bytes of a purged sample: readers of old snapshots lose them."""
         purged_at: dict[int, int] = {}
@@ -166,9 +179,15 @@ class Manifest:
 
     def rebased(self) -> Manifest:
         """The same state with everything in its tables."""
-        fenced = dict(self.fenced)
         return Manifest(
-            self.version, self.digest, self.complete_at, self.head, fenced, self.tables(), base_version=self.version
+            self.root,
+            self.version,
+            self.digest,
+            self.complete_at,
+            self.head,
+            dict(self.fenced),
+            self.tables(),
+            base_version=self.version,
         )
 
     def apply(self, entry: LogEntry) -> None:
@@ -249,7 +268,7 @@ class Manifest:
         for value in entry.body["added"]:
             units = tuple(value["units"])
             file = FileEntry.from_json({name: value[name] for name in _FILE_FIELDS})
-            self._add(ManifestFile(**file.__dict__, units=units, version=entry.version))
+            self._add(ManifestFile(**file.__dict__, units=units, version=entry.version, full_at=value["full_at"]))
         if purged:
             tombstones = self.tombstones()
             for key in purged:
@@ -272,6 +291,11 @@ class Manifest:
 
 
 _FILE_FIELDS = [field.name for field in fields(FileEntry)]
+
+
+def _with_units(row: pa.Table) -> dict[str, Any]:
+    value: dict[str, Any] = row.to_pylist()[0]
+    return {**value, "units": tuple(value["units"])}
 
 
 def _extended(base: pa.Table, rows: Iterable[Mapping[str, Any]]) -> pa.Table:

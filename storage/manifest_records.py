@@ -30,6 +30,7 @@ FILES_SCHEMA = pa.schema(
         ("last_row", pa.int64()),
         ("units", pa.list_(pa.int64())),
         ("version", pa.int64()),
+        ("full_at", pa.int64()),
     ]
 )
 UNITS_SCHEMA = pa.schema(
@@ -66,6 +67,7 @@ class ManifestFile(FileEntry):
 
     units: tuple[int, ...] = ()
     version: int = 0
+    full_at: int = 0  # a shard that compact closed: the target size at which nothing more fitted in
 
     @property
     def unit(self) -> int | None:

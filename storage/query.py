@@ -8,6 +8,7 @@ read, so token ids and texts cost nothing to a query that does not ask for them.
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import duckdb
 import pyarrow as pa
@@ -15,7 +16,7 @@ import pyarrow.compute as pc
 
 from storage.dataset import Dataset
 from storage.lazy_table import LazyTable
-from storage.sample_table import load_samples
+from storage.sample_table import iter_samples
 from storage.snapshot import Snapshot
 from storage.types import REJECTS_SCHEMA, SAMPLES_SCHEMA
 
@@ -87,20 +88,20 @@ def query(source: Snapshot | str | os.PathLike[str], sql: str, version: int | No
     else:
         snapshot = Dataset.open(os.fspath(source)).snapshot(version)
     tables = {
-        "samples": LazyTable(SAMPLES_SCHEMA, lambda columns, where: load_samples(snapshot, columns, where)),
-        "rejects": LazyTable(REJECTS_SCHEMA, lambda columns, where: snapshot.rejects(columns)),
-        "shards": LazyTable(SHARDS_SCHEMA, lambda columns, where: _shards(snapshot).select(columns)),
-        "units": LazyTable(UNITS_SCHEMA, lambda columns, where: _units(snapshot).select(columns)),
+        "samples": LazyTable(SAMPLES_SCHEMA, lambda columns, where: iter_samples(snapshot, columns, where)),
+        "rejects": LazyTable(REJECTS_SCHEMA, lambda columns, where: [snapshot.rejects(columns)]),
+        "shards": LazyTable(SHARDS_SCHEMA, lambda columns, where: [_shards(snapshot)]),
+        "units": LazyTable(UNITS_SCHEMA, lambda columns, where: [_units(snapshot)]),
     }
     return run_sandboxed(sql, tables)
 
 
 def run_sandboxed(sql: str, tables: dict[str, LazyTable]) -> pa.Table:
     """Runs one SELECT in a DuckDB that sees `tables` and can reach nothing else."""
-    with duckdb.connect(":memory:", config=_SANDBOX) as connection:
+    with _connection() as connection:
+        # Temporary views: they belong to this connection and go with it.
         for name, table in tables.items():
             connection.register(name, table)
-        connection.execute("SET lock_configuration = true")
         try:
             statements = connection.extract_statements(sql)
             kinds = [statement.type for statement in statements]
@@ -113,6 +114,19 @@ def run_sandboxed(sql: str, tables: dict[str, LazyTable]) -> pa.Table:
                 if table.error is not None:
                     raise table.error from error
             raise QueryError(str(error)) from error
+
+
+def _connection() -> duckdb.DuckDBPyConnection:
+    """A new connection to this process's empty database: making a database takes longer than most queries."""
+    return _database(os.getpid()).cursor()
+
+
+@cache
+def _database(process_id: int) -> duckdb.DuckDBPyConnection:
+    # By process: a fork does not inherit the database's threads.
+    database = duckdb.connect(":memory:", config=_SANDBOX)
+    database.execute("SET lock_configuration = true")
+    return database
 
 
 def _shards(snapshot: Snapshot) -> pa.Table:

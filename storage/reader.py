@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,10 +59,8 @@ class LoadedSample:
         """The states as a torch tensor [T - 1, L, H] of `dtype`, sharing memory: do not write into it."""
         import torch
 
-        with warnings.catch_warnings():
-            # torch warns about read-only memory because it cannot guard it; nothing here writes.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            return torch.from_numpy(self.states_TLH).view(getattr(torch, self.dtype))
+        _spend_torch_warning()
+        return torch.from_numpy(self.states_TLH).view(getattr(torch, self.dtype))
 
     def truncated(self, num_tokens: int) -> LoadedSample:
         """The first `num_tokens` tokens of the sample and their states."""
@@ -71,6 +70,18 @@ class LoadedSample:
             loss_mask=self.loss_mask[:num_tokens],
             states_TLH=self.states_TLH[: max(num_tokens - 1, 0)],
         )
+
+
+@cache
+def _spend_torch_warning() -> None:
+    """torch warns, once in a process, about read-only memory because it cannot guard it; nothing here writes."""
+    import torch
+
+    read_only = np.zeros(1, np.uint16)
+    read_only.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        torch.from_numpy(read_only)
 
 
 def spans_to_mask(num_tokens: int, spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
@@ -154,6 +165,7 @@ class SampleReader:
     ) -> None:
         self.snapshot = snapshot
         self.spec = snapshot.dataset.identity.states
+        self._units = None if units is None else frozenset(units)
         table = load_narrow(snapshot, LOCATION_COLUMNS) if units is None else snapshot.samples(LOCATION_COLUMNS, units)
         self.locations = Locations(table)
         self._shards: BoundedCache[str, ShardReader] = BoundedCache(self._open_shard, open_shards)
@@ -177,7 +189,12 @@ class SampleReader:
         return self.read_at([self._index(key) for key in keys])
 
     def iter_unit(self, unit: int) -> Iterator[LoadedSample]:
-        """The samples of one unit, one at a time. Raises ValueError for a pending or an expired unit."""
+        """The samples of one unit, one at a time.
+
+        Raises ValueError for a pending or an expired unit, and for one that this reader was not made for.
+        """
+        if self._units is not None and unit not in self._units:
+            raise ValueError(f"unit {unit} is not one of the units {sorted(self._units)[:10]} that this reader is for")
         status = self.snapshot.unit_states().get(unit, "pending")
         if status != COMMITTED:
             raise ValueError(f"unit {unit} of {self.snapshot.dataset.uri} has no samples to read: it is {status}")

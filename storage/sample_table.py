@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +17,19 @@ import pyarrow.dataset as ds
 from storage.dataset import Dataset
 from storage.errors import DamagedError, SchemaError
 from storage.lazy_table import binds, filter_columns
-from storage.manifest import EXPIRED
 from storage.prefetch import prefetched
-from storage.sample_index import NARROW_COLUMNS, WIDE_COLUMNS, IndexCache, SampleIndex, index_path
+from storage.sample_index import NARROW_COLUMNS, WIDE_COLUMNS, IndexCache, SampleIndex, index_path, without_repeats
 from storage.snapshot import Snapshot, in_order_of_unit
 from storage.types import SAMPLES_SCHEMA, SampleKey
 
 KEY_COLUMNS = ["row", "turn", "n"]
 # Up to here wide columns are fetched by key, from the few files that hold them.
 MAX_KEYED_ROWS = 1000
-# Bounds what building one index holds in memory.
+# Bound what building one index holds in memory: a row of narrow columns takes some 300 bytes.
 MAX_INDEX_FILES = 5000
+MAX_INDEX_ROWS = 500_000
+# So many indexes of one order of magnitude (to this base) become one.
+MERGED_INDEXES = 8
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class _Sources:
         files = files.filter(pc.equal(files["kind"], "samples"))
         left = dict(zip(files["path"].to_pylist(), files["digest"].to_pylist(), strict=True))
         indexes: list[tuple[SampleIndex, set[str]]] = []
-        for index in _indexes(snapshot.dataset).get():
+        for index in without_repeats(_indexes(snapshot.dataset).get()):
             paths = {path for path, digest in index.files.items() if left.get(path) == digest}
             if paths:
                 indexes.append((index, paths))
@@ -59,14 +62,13 @@ class _Sources:
         if indexes:
             units = files.filter(pc.is_in(files["path"], pa.array(list(left), pa.string())))["units"]
             rest = sorted(set(pc.list_flatten(units).to_pylist()))
-        expired = [unit for unit, state in snapshot.unit_states().items() if state == EXPIRED]
-        return cls(indexes, rest, pa.array(expired, pa.int64()), snapshot.tombstones)
+        return cls(indexes, rest, pa.array(sorted(snapshot.expired_units), pa.int64()), snapshot.tombstones)
 
 
 def _indexes(dataset: Dataset) -> IndexCache:
     with _lock:
         if dataset not in _caches:
-            _caches[dataset] = IndexCache(dataset.store)
+            _caches[dataset] = IndexCache(dataset.store, dataset.root_digest)
         return _caches[dataset]
 
 
@@ -82,46 +84,76 @@ def _sources_of(snapshot: Snapshot) -> _Sources:
     return known
 
 
-def load_samples(snapshot: Snapshot, columns: Sequence[str], where: ds.Expression | None = None) -> pa.Table:
-    """At least the rows that match `where`, in no particular order.
+def iter_samples(snapshot: Snapshot, columns: Sequence[str], where: ds.Expression | None) -> Iterator[pa.Table]:
+    """At least the rows that match `where`, in no particular order, some at a time: memory holds a few files' rows.
 
     Token ids and texts are read for the matching rows only, when `where` tells them apart by narrow columns.
     """
     if WIDE_COLUMNS.isdisjoint(columns):
-        return _narrow(snapshot, columns, where)
-    if where is None or not binds(SAMPLES_SCHEMA, where, without=set(WIDE_COLUMNS)):
-        return snapshot.samples(columns)
-    narrow = list(dict.fromkeys([*KEY_COLUMNS, "unit", *filter_columns(SAMPLES_SCHEMA, where)]))
-    found = ds.dataset(_narrow(snapshot, narrow, where)).to_table(columns=[*KEY_COLUMNS, "unit"], filter=where)
-    if len(found) > MAX_KEYED_ROWS:
-        return snapshot.samples(columns, units=set(found["unit"].to_pylist()))
-    keys = [SampleKey(*key) for key in zip(*(found[name].to_pylist() for name in KEY_COLUMNS), strict=True)]
-    return snapshot.samples(columns, units=set(found["unit"].to_pylist()), keys=keys)
+        yield from _narrow(snapshot, columns, where)
+        return
+    units: set[int] | None = None
+    keys: list[SampleKey] | None = None
+    if where is not None and binds(SAMPLES_SCHEMA, where, without=WIDE_COLUMNS):
+        read = list(dict.fromkeys([*KEY_COLUMNS, "unit", *filter_columns(SAMPLES_SCHEMA, where)]))
+        found = pa.concat_tables(
+            [table.filter(where).select([*KEY_COLUMNS, "unit"]) for table in _narrow(snapshot, read, where)]
+            or [pa.schema([SAMPLES_SCHEMA.field(name) for name in [*KEY_COLUMNS, "unit"]]).empty_table()]
+        )
+        units = set(found["unit"].to_pylist())
+        if len(found) <= MAX_KEYED_ROWS:
+            keys = [SampleKey(*key) for key in zip(*(found[name].to_pylist() for name in KEY_COLUMNS), strict=True)]
+    yield from snapshot.iter_samples(columns, units, keys)
 
 
 def load_narrow(snapshot: Snapshot, columns: Sequence[str]) -> pa.Table:
-    """All samples of the snapshot with these narrow columns ("unit" among them), in order of unit, then key."""
-    return in_order_of_unit(_narrow(snapshot, columns, None))
+    """All samples of the snapshot with these narrow columns, in order of unit, then key."""
+    read = list(dict.fromkeys([*columns, "unit"]))
+    schema = pa.schema([SAMPLES_SCHEMA.field(name) for name in read])
+    table = pa.concat_tables([schema.empty_table(), *_narrow(snapshot, read, None)])
+    return in_order_of_unit(table).select(list(columns))
 
 
 def update_index(snapshot: Snapshot) -> list[str]:
-    """Writes indexes for the sample files that none covers yet and returns their paths.
+    """Writes indexes for the sample files that none covers yet, merges small ones, and returns the new paths.
 
     Safe to call from several writers and at any time: an index is derived, and readers do without it. Raises
     DamagedError naming a sample file that is not what the manifest says.
     """
-    covered = {path: digest for index in _indexes(snapshot.dataset).get() for path, digest in index.files.items()}
+    dataset = snapshot.dataset
+    covered = {path: digest for index in _indexes(dataset).get() for path, digest in index.files.items()}
     fresh = [file for file in snapshot.files() if file.kind == "samples" and covered.get(file.path) != file.digest]
     written: list[str] = []
     for start in range(0, len(fresh), MAX_INDEX_FILES):
         files = fresh[start : start + MAX_INDEX_FILES]
         # Every row of the file, deleted ones too: an older snapshot may still see them.
-        tables = prefetched(lambda file: (file, snapshot.read_file(file, NARROW_COLUMNS)), files, depth=32, threads=8)
-        encoded = SampleIndex.build(tables).encode()
-        path = index_path(snapshot.version, encoded)
-        snapshot.dataset.store.put_if_absent(path, encoded)
-        written.append(path)
+        tables = prefetched(lambda file: snapshot.read_file(file, NARROW_COLUMNS), files, depth=32, threads=8)
+        named = ((file.path, file.digest, table) for file, table in zip(files, tables, strict=True))
+        written.append(_write_index(snapshot, SampleIndex.build(dataset.root_digest, snapshot.version, named)))
+    return written + _merge_indexes(snapshot)
+
+
+def _merge_indexes(snapshot: Snapshot) -> list[str]:
+    """Merges indexes of like size, so that a data set of any age has a few; gc removes those that were merged."""
+    dataset = snapshot.dataset
+    wanted = set(snapshot.files_table()["path"].to_pylist()) | snapshot.superseded_files()
+    tiers: dict[int, list[SampleIndex]] = {}
+    for index in without_repeats(_indexes(dataset).get()):
+        if index.num_rows < MAX_INDEX_ROWS and not wanted.isdisjoint(index.files):
+            tiers.setdefault(int(math.log(index.num_rows + 1, MERGED_INDEXES)), []).append(index)
+    written: list[str] = []
+    for members in tiers.values():
+        if len(members) >= MERGED_INDEXES:
+            tables = (item for index in members for item in index.tables(wanted))
+            written.append(_write_index(snapshot, SampleIndex.build(dataset.root_digest, snapshot.version, tables)))
     return written
+
+
+def _write_index(snapshot: Snapshot, index: SampleIndex) -> str:
+    encoded = index.encode()
+    path = index_path(snapshot.version, encoded)
+    snapshot.dataset.store.put_if_absent(path, encoded)
+    return path
 
 
 def try_update_index(snapshot: Snapshot) -> bool:
@@ -134,15 +166,16 @@ def try_update_index(snapshot: Snapshot) -> bool:
     return True
 
 
-def _narrow(snapshot: Snapshot, columns: Sequence[str], where: ds.Expression | None) -> pa.Table:
+def _narrow(snapshot: Snapshot, columns: Sequence[str], where: ds.Expression | None) -> Iterator[pa.Table]:
     sources = _sources_of(snapshot)
     hides = len(sources.expired) > 0 or len(sources.deleted) > 0
     read = list(dict.fromkeys([*columns, *KEY_COLUMNS, "unit"])) if hides else list(columns)
-    parts = [_visible(sources, index.read(read, paths, where)) for index, paths in sources.indexes]
+    for index, paths in sources.indexes:
+        for table in index.read(read, paths, where):
+            yield _visible(sources, table).select(list(columns))
     if sources.rest is None or sources.rest:
-        parts.append(snapshot.samples(read, units=sources.rest).replace_schema_metadata(None))
-    schema = pa.schema([SAMPLES_SCHEMA.field(name) for name in read])
-    return pa.concat_tables([schema.empty_table(), *parts]).select(list(columns))
+        for table in snapshot.iter_samples(columns, units=sources.rest):
+            yield table.replace_schema_metadata(None)
 
 
 def _visible(sources: _Sources, table: pa.Table) -> pa.Table:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from storage.errors import DamagedError, SchemaError
+from storage.digest import FileDigest, bytes_digest, check_digest, file_digest, short
+from storage.errors import DamagedError, RetiredError, SchemaError
 from storage.manifest import COMMITTED, EXPIRED, Manifest, ManifestFile, Tombstone
-from storage.shards.checksum import file_digest
+from storage.prefetch import prefetched
 from storage.types import REJECTS_SCHEMA, SAMPLES_SCHEMA, FileEntry, SampleKey
 
 if TYPE_CHECKING:
@@ -59,11 +58,6 @@ class Snapshot:
     @property
     def is_complete(self) -> bool:
         return self._manifest.complete_at is not None
-
-    @property
-    def fenced_writers(self) -> dict[str, int]:
-        """Fenced writer ids with the version of their fence."""
-        return dict(self._manifest.fenced)
 
     @property
     def head(self) -> FileEntry | None:
@@ -160,6 +154,20 @@ class Snapshot:
         """The rejects table (REJECTS_SCHEMA), without those of expired units; see `samples`."""
         return self._read("rejects", columns, units, keys)
 
+    def iter_samples(
+        self,
+        columns: Sequence[str] | None = None,
+        units: Collection[int] | None = None,
+        keys: Collection[SampleKey] | None = None,
+    ) -> Iterator[pa.Table]:
+        """The same rows as `samples`, file by file as they are stored: memory holds those of a few files."""
+        return self._parts("samples", columns, units, keys)
+
+    def superseded_files(self) -> set[str]:
+        """Files that older snapshots may still read: visible once, replaced, and not because of a purge."""
+        tainted = {retired.path for retired in self._manifest.tainted()}
+        return self._manifest.retired().keys() - tainted
+
     def fetch_head(self, directory: Path) -> Path:
         """Copies the verifier head into `directory`, its digest checked, and returns its path there.
 
@@ -168,21 +176,20 @@ class Snapshot:
         head = self._manifest.head
         if head is None:
             raise ValueError(f"{self.dataset.uri} has no verifier head")
-        final = directory / f"head-{head.digest[:16]}.safetensors"
+        final = directory / f"head-{short(head.digest)}.safetensors"
         if final.exists() and final.stat().st_size == head.size and file_digest(final) == head.digest:
             return final
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f"{final.name}.{secrets.token_hex(4)}.part"
         try:
-            digest = hashlib.sha256()
+            digest = FileDigest()
             with temporary.open("xb") as copy:
                 for block in self._blocks(head):
                     digest.update(block)
                     copy.write(block)
                 copy.flush()
                 os.fsync(copy.fileno())
-            if digest.hexdigest() != head.digest:
-                raise DamagedError(f"{head.path}: its bytes do not match the digest in the log")
+            check_digest(digest.text(), head.digest, head.path)
             temporary.replace(final)
         finally:
             temporary.unlink(missing_ok=True)
@@ -202,6 +209,19 @@ class Snapshot:
         units: Collection[int] | None,
         keys: Collection[SampleKey] | None,
     ) -> pa.Table:
+        names = _SCHEMAS[kind].names if columns is None else list(columns)
+        read = list(dict.fromkeys([*names, "unit"]))
+        empty = _SCHEMAS[kind].empty_table()
+        parts = list(self._parts(kind, read, units, keys))
+        return in_order_of_unit(pa.concat_tables([empty.select(read), *parts])).select(names)
+
+    def _parts(
+        self,
+        kind: str,
+        columns: Sequence[str] | None,
+        units: Collection[int] | None,
+        keys: Collection[SampleKey] | None,
+    ) -> Iterator[pa.Table]:
         schema = _SCHEMAS[kind]
         names = schema.names if columns is None else list(columns)
         unknown = [name for name in names if name not in schema.names]
@@ -214,15 +234,13 @@ class Snapshot:
         )
         files = sorted((f for f in entries if f.kind == kind and wanted.touches(f)), key=lambda f: f.units)
         read = [*names, *(name for name in [*_KEY_COLUMNS, "unit"] if name not in names)]
-        if len(files) > 1:
-            with ThreadPoolExecutor(min(_READ_THREADS, (os.cpu_count() or 1) + 2)) as pool:
-                tables = list(
-                    pool.map(lambda file: wanted.filter(file, self.read_file(file, read, wanted.rows)), files)
-                )
-        else:
-            tables = [wanted.filter(file, self.read_file(file, read, wanted.rows)) for file in files]
-        result = pa.concat_tables([schema.empty_table().select(read), *tables])
-        return in_order_of_unit(result).select(names)
+        parts = prefetched(
+            lambda file: wanted.filter(file, self.read_file(file, read, wanted.rows)).select(names),
+            files,
+            depth=2 * _READ_THREADS if len(files) > 1 else 0,
+            threads=min(_READ_THREADS, (os.cpu_count() or 1) + 2),
+        )
+        return (table for table in parts if table.num_rows)
 
     def read_file(
         self, entry: ManifestFile, columns: Sequence[str] | None = None, rows: Sequence[int] | None = None
@@ -252,11 +270,11 @@ class Snapshot:
             raise DamagedError(f"{entry.path}: not a {entry.kind} table: {error}") from error
 
     def missing(self, entry: FileEntry) -> DamagedError:
-        """The error for a file that is not there: an old snapshot can have outlived it."""
-        retired = self.dataset.manifest().retired().get(entry.path)
+        """The error for a file that is not there: a RetiredError when this snapshot has outlived it."""
+        retired = self.dataset.manifest().retired_file(entry.path)
         if retired is None:
             return DamagedError(f"{entry.path}: missing from {self.dataset.uri}")
-        return DamagedError(
+        return RetiredError(
             f"{entry.path}: {retired.reason} at version {retired.version} and removed by gc since: "
             f"version {self.version} of {self.dataset.uri} can no longer be read in full"
         )
@@ -327,8 +345,7 @@ def open_checked(snapshot: Snapshot, entry: ManifestFile | FileEntry) -> pa.Buff
         raise snapshot.missing(entry) from None
     if data.size != entry.size:
         raise DamagedError(f"{entry.path}: {data.size} bytes, the manifest says {entry.size}")
-    if hashlib.sha256(data).hexdigest() != entry.digest:
-        raise DamagedError(f"{entry.path}: its bytes do not match the digest in the manifest")
+    check_digest(bytes_digest(data), entry.digest, entry.path)
     return data
 
 

@@ -63,14 +63,6 @@ class SampleKey(NamedTuple):
         """The key as a tensor or column name: `r12.t0.n3`."""
         return f"r{self.row}.t{self.turn}.n{self.n}"
 
-    @classmethod
-    def parse(cls, name: str) -> SampleKey:
-        """The inverse of `name`. Raises ValueError for anything else."""
-        parts = name.split(".")
-        if len(parts) != 3 or [p[:1] for p in parts] != ["r", "t", "n"] or not all(p[1:].isdigit() for p in parts):
-            raise ValueError(f"{name!r} is not a sample key of the form r<row>.t<turn>.n<n>")
-        return cls(*(int(p[1:]) for p in parts))
-
 
 @dataclass(frozen=True)
 class StateSpec:
@@ -140,7 +132,7 @@ class FileEntry:
 
     path: str  # relative to the data set
     size: int
-    digest: str  # sha256 hex of the file's bytes
+    digest: str  # of the file's bytes, see storage.digest
     kind: str  # "shard", "samples" or "rejects"
     num_samples: int
     rows: int = 0  # hidden-state rows (shards only)

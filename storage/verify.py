@@ -3,16 +3,21 @@
 Fast: the log is whole, every visible file is stored with its size, every expected sample is accounted for. Deep: also
 every entry of the chain, every file's digest, every row of the samples tables against its shard, and every sample's
 states against their checksum. What a dead writer left is reported as a notice: it is no fault, gc removes it.
+
+Nothing but the log says what the log holds. Newest entries that vanished are noticed when something was written after
+them that names their version: a checkpoint (every 1,000 versions, and with `complete`) or an index of samples (with the
+checkpoints, and after compact). Entries that vanished since then leave a data set that looks as it did before them: the
+files that they made visible show up as orphans, which is what a dead writer leaves too.
 """
 
 from __future__ import annotations
 
 import os
 
-from storage.checkpoint import checkpoint_path, checkpoint_versions, decode_checkpoint
+from storage.checkpoint import UnusableCheckpointError, checkpoint_path, checkpoint_versions, read_checkpoint
 from storage.dataset import Dataset
-from storage.errors import DamagedError
-from storage.listing import Inventory, take_inventory
+from storage.errors import DamagedError, LostEntriesError
+from storage.listing import Inventory, find_lost_entries, take_inventory
 from storage.log import entry_path
 from storage.manifest import Manifest, ManifestFile
 from storage.snapshot import Snapshot
@@ -45,6 +50,9 @@ def verify(uri: str | os.PathLike[str], deep: bool = False, progress: Progress |
     inventory = take_inventory(listing, manifest, dataset.units_path)
     snapshot = Snapshot(dataset, manifest)
     _check_log_listing(dataset, inventory, manifest, report)
+    lost = find_lost_entries(dataset, inventory, manifest)
+    if lost is not None:
+        report.error("log", _path_of(lost), str(lost))
     present = _check_files(snapshot, manifest, inventory, report)
     _check_accounting(snapshot, manifest, report)
     _note_leftovers(inventory, report)
@@ -59,28 +67,37 @@ def _path_of(error: DamagedError) -> str:
 
 def _fold_log(dataset: Dataset, report: Report) -> Manifest:
     """Folds the whole log from its first entry; compares every checkpoint on the way."""
-    manifest = Manifest(0, dataset.root_digest)
+    manifest = Manifest.empty(dataset.root_digest)
     stored = set(checkpoint_versions(dataset.store))
     for entry in dataset.log.read_after(0, dataset.root_digest):
         manifest.apply(entry)
         if entry.version in stored:
             stored.discard(entry.version)
             manifest = manifest.rebased()
-            path = checkpoint_path(entry.version)
-            try:
-                found = decode_checkpoint(path, dataset.store.get(path))
-            except DamagedError as error:
-                report.error("checkpoint", path, str(error))
-                continue
-            if not _same_state(found, manifest):
-                report.error("checkpoint", path, "is not what the log adds up to at this version")
+            _check_checkpoint(dataset, entry.version, manifest, report)
     for version in sorted(stored):
-        report.error("checkpoint", checkpoint_path(version), "the log has no such version")
+        _check_checkpoint(dataset, version, None, report)
     return manifest
 
 
+def _check_checkpoint(dataset: Dataset, version: int, expected: Manifest | None, report: Report) -> None:
+    """Compares a checkpoint with what the log adds up to at its version (None when the log has no such version)."""
+    path = checkpoint_path(version)
+    try:
+        found = read_checkpoint(dataset.store, dataset.log, dataset.root_digest, version)
+    except LostEntriesError:
+        pass  # reported with what else tells of them
+    except UnusableCheckpointError as error:
+        report.error("checkpoint", path, str(error))
+    except FileNotFoundError:
+        pass  # gc thins them out
+    else:
+        if expected is not None and not _same_state(found, expected):
+            report.error("checkpoint", path, "is not what the log adds up to at this version")
+
+
 def _same_state(a: Manifest, b: Manifest) -> bool:
-    plain = [(m.version, m.digest, m.complete_at, m.head, m.fenced) for m in (a, b)]
+    plain = [(m.root, m.version, m.digest, m.complete_at, m.head, m.fenced) for m in (a, b)]
     if plain[0] != plain[1]:
         return False
     pairs = [
@@ -112,10 +129,11 @@ def _check_files(
         report.num_bytes += entry.size
         if info is None:
             # Not in the listing, which was taken before the manifest was read: it may be newer.
-            if not snapshot.dataset.store.exists(entry.path):
-                report.error("missing", entry.path, f"{entry.kind} file is missing", unit)
+            try:
+                size = snapshot.dataset.store.size(entry.path)
+            except FileNotFoundError:
+                report.absent(snapshot.missing(entry), "missing", entry.path, f"{entry.kind} file is missing", unit)
                 continue
-            size = snapshot.dataset.store.size(entry.path)
         else:
             size = info.size
         if size != entry.size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from storage.digest import FileDigest, check_digest
 from storage.errors import DamagedError, SchemaError
 from storage.listing import Inventory
 from storage.log import entry_path
@@ -45,24 +45,29 @@ def check_deep(
                 good.add(entry.path)
             else:
                 unit = entry.unit if isinstance(entry, ManifestFile) else None
-                report.error("digest", entry.path, problem, unit)
+                report.absent(problem, "digest", entry.path, str(problem), unit)
     _check_indexes(snapshot, inventory, report)
     tables = [e for e in present if isinstance(e, ManifestFile) and e.kind in ("samples", "rejects") and e.path in good]
-    counts = _check_tables(snapshot, tables, report)
-    _check_counts(manifest, counts, {e.units for e in manifest.files() if e.path not in good}, report)
+    counts, tables = _check_tables(snapshot, tables, report)
+    readable = {entry.path for entry in tables}
+    unread = {e.units for e in manifest.files() if e.path not in (readable if e.kind != "shard" else good)}
+    _check_counts(manifest, counts, unread, report)
     shards = {e.path: e for e in present if isinstance(e, ManifestFile) and e.kind == "shard"}
     _check_states(snapshot, tables, shards, report, progress)
 
 
-def _check_digest(snapshot: Snapshot, entry: FileEntry) -> str | None:
-    digest = hashlib.sha256()
+def _check_digest(snapshot: Snapshot, entry: FileEntry) -> DamagedError | None:
+    digest = FileDigest()
     try:
         for start in range(0, entry.size, _BLOCK_BYTES):
             length = min(_BLOCK_BYTES, entry.size - start)
             digest.update(snapshot.dataset.store.get_range(entry.path, start, length))
-    except (FileNotFoundError, DamagedError) as error:
-        return str(error)
-    return None if digest.hexdigest() == entry.digest else "its bytes do not match the digest in the manifest"
+        check_digest(digest.text(), entry.digest, entry.path)
+    except FileNotFoundError:
+        return snapshot.missing(entry)
+    except DamagedError as error:
+        return error
+    return None
 
 
 def _check_indexes(snapshot: Snapshot, inventory: Inventory, report: Report) -> None:
@@ -70,21 +75,29 @@ def _check_indexes(snapshot: Snapshot, inventory: Inventory, report: Report) -> 
 
     for path in inventory.indexes:
         try:
-            SampleIndex.decode(path, snapshot.dataset.store.get(path))
+            index = SampleIndex.decode(path, snapshot.dataset.store.get(path))
+            if index.root != snapshot.dataset.root_digest:
+                report.error("index", path, "belongs to another data set")
         except (DamagedError, pa.ArrowException) as error:
             report.error("index", path, str(error))
+        except FileNotFoundError:
+            pass  # gc and purge remove them
 
 
-def _check_tables(snapshot: Snapshot, tables: list[ManifestFile], report: Report) -> dict[str, Counter[int]]:
-    """Every row by itself, and no key twice; returns rows by unit for each kind."""
+def _check_tables(
+    snapshot: Snapshot, tables: list[ManifestFile], report: Report
+) -> tuple[dict[str, Counter[int]], list[ManifestFile]]:
+    """Every row by itself, and no key twice; returns rows by unit for each kind, and the tables that could be read."""
     counts: dict[str, Counter[int]] = {"samples": Counter(), "rejects": Counter()}
     keys: list[pa.Table] = []
+    readable: list[ManifestFile] = []
     for entry in tables:
         try:
             table = snapshot.read_file(entry)
         except DamagedError as error:
-            report.error("table", entry.path, str(error), entry.unit)
+            report.absent(error, "table", entry.path, str(error), entry.unit)
             continue
+        readable.append(entry)
         if table.num_rows != entry.num_samples:
             report.error(
                 "table", entry.path, f"{table.num_rows} rows, the manifest says {entry.num_samples}", entry.unit
@@ -108,7 +121,7 @@ def _check_tables(snapshot: Snapshot, tables: list[ManifestFile], report: Report
         for row in groups.filter(pc.greater(groups["path_count"], 1)).to_pylist():
             key = SampleKey(row["row"], row["turn"], row["n"])
             report.error("table", row["path_max"], f"is in {row['path_min']} too", sample=str(key))
-    return counts
+    return counts, readable
 
 
 def _contradictions(table: pa.Table) -> Iterator[tuple[SampleKey, int, str]]:
@@ -163,10 +176,16 @@ def _check_states(
     total, done = sum(entry.raw_bytes for entry in shards.values()), 0
     held: Counter[str] = Counter()
     states = snapshot.unit_states()
+    read: set[int] = set()
     for entry in tables:
         if entry.kind != "samples":
             continue
-        table = snapshot.read_file(entry, _RECEIPT_COLUMNS)
+        try:
+            table = snapshot.read_file(entry, _RECEIPT_COLUMNS)
+        except DamagedError as error:
+            report.absent(error, "table", entry.path, str(error), entry.unit)
+            continue
+        read.update(unit for unit in entry.units if states.get(unit) == COMMITTED)
         receipts: dict[str, list[tuple[int, Receipt]]] = {}
         for unit, receipt in receipts_of(table):
             # Merged tables keep the rows of a unit that expired later; its shards may be gone.
@@ -182,21 +201,34 @@ def _check_states(
                         "table", entry.path, f"names {path}, which is no visible shard", unit, str(receipt.key)
                     )
                 continue
-            reader = open_shard_reader(snapshot.dataset.store, shards[path], spec)
-            for unit, receipt in wanted:
-                try:
-                    problem = _state_problem(reader.read(receipt), receipt, spec)
-                except (DamagedError, SchemaError) as error:
-                    problem = str(error)
-                if problem is not None:
-                    report.error("states", path, problem, unit, str(receipt.key))
-                report.num_samples += 1
-                done += receipt.rows * spec.row_bytes
-                progress("states", done, total)
-    read = {unit for e in tables for unit in e.units if states.get(unit) == COMMITTED}
+            try:
+                _check_shard(snapshot, shards[path], wanted, report)
+            except FileNotFoundError:
+                # It was there when its digest was taken.
+                reason = snapshot.missing(shards[path])
+                report.absent(reason, "missing", path, str(reason), shards[path].unit)
+            except ValueError as error:
+                # Of another size, or with a codec that this code does not know.
+                report.error("states", path, str(error), shards[path].unit)
+            done += sum(receipt.rows for _, receipt in wanted) * spec.row_bytes
+            progress("states", done, total)
     for path, shard in shards.items():
         if read.issuperset(shard.units) and held[path] != shard.num_samples:
             report.error("table", path, f"holds {shard.num_samples} samples, {held[path]} rows name it", shard.unit)
+
+
+def _check_shard(snapshot: Snapshot, shard: ManifestFile, wanted: list[tuple[int, Receipt]], report: Report) -> None:
+    """Every sample of one shard. Raises FileNotFoundError, and DamagedError for a file of another size."""
+    spec = snapshot.dataset.identity.states
+    reader = open_shard_reader(snapshot.dataset.store, shard, spec)
+    for unit, receipt in wanted:
+        try:
+            problem = _state_problem(reader.read(receipt), receipt, spec)
+        except (DamagedError, SchemaError) as error:
+            problem = str(error)
+        if problem is not None:
+            report.error("states", shard.path, problem, unit, str(receipt.key))
+        report.num_samples += 1
 
 
 def _state_problem(states_TLH: np.ndarray, receipt: Receipt, spec: StateSpec) -> str | None:

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from storage.errors import DamagedError, RetiredError
+
 
 @dataclass(frozen=True)
 class Finding:
     """One thing that is not as it should be.
 
     Errors: "log", "missing", "size", "digest", "table", "states", "accounting", "checkpoint", "index". Notices:
-    "orphan", "superseded", "scrap", "foreign".
+    "orphan", "superseded", "scrap", "foreign", and "retired": gone since the check began, because it expired or was
+    replaced meanwhile.
     """
 
     severity: str  # "error" or "notice"
@@ -49,6 +52,13 @@ class Report:
 
     def error(self, kind: str, path: str, detail: str, unit: int | None = None, sample: str | None = None) -> None:
         self.findings.append(Finding("error", kind, path, detail, unit, sample))
+
+    def absent(self, reason: DamagedError, kind: str, path: str, detail: str, unit: int | None = None) -> None:
+        """What is wrong with a file: nothing, if the snapshot got old while it was checked (`Snapshot.missing`)."""
+        if isinstance(reason, RetiredError):
+            self.notice("retired", path, str(reason), unit)
+        else:
+            self.error(kind, path, detail, unit)
 
     def notice(self, kind: str, path: str, detail: str, unit: int | None = None) -> None:
         self.findings.append(Finding("notice", kind, path, detail, unit))

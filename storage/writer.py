@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage.digest import bytes_digest
 from storage.errors import FencedError, StoreError
 from storage.manifest import Manifest, UnitFiles
 from storage.store import Store, check_path
@@ -243,7 +243,7 @@ def write_table_file(store: Store, path: str, kind: str, table: pa.Table) -> Fil
     return FileEntry(
         path=path,
         size=len(data),
-        digest=hashlib.sha256(data).hexdigest(),
+        digest=bytes_digest(data),
         kind=kind,
         num_samples=table.num_rows,
         first_row=min(rows),

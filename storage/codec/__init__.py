@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from storage.codec import planes
 from storage.errors import DamagedError
 from storage.types import StateSpec
 
@@ -23,6 +22,8 @@ def encode(states_TLH: np.ndarray, spec: StateSpec, codec: str) -> memoryview:
     check_states(states_TLH, spec)
     if codec == "none":
         return np.ascontiguousarray(states_TLH).data.cast("B") if states_TLH.size else memoryview(b"")
+    from storage.codec import planes  # loads numba, which is half a second for a command that reads no states
+
     return planes.encode(states_TLH, spec)
 
 
@@ -51,6 +52,8 @@ def decode(
             return states_TLH
         np.copyto(out, states_TLH)
         return out
+    from storage.codec import planes
+
     # Before anything of that size is allocated: `rows` may come from a damaged file.
     header = planes.read_header(view, rows, spec, where)
     if out is None:

@@ -26,6 +26,7 @@ import threading
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 import zstandard
 
@@ -72,29 +73,22 @@ def encode(states_TLH: np.ndarray, spec: StateSpec) -> memoryview:
     compressor = _compressor()
     channel_LH = np.empty((layers, hidden), np.uint8)
     row_LT = np.empty((layers, rows), np.uint8)
-    if rows > rows_per_chunk:
-        sampled_TLH = (high_TLH[:: -(-rows // kernels.SAMPLED_ROWS)] >> 7).astype(np.uint8)
-        for layer in range(layers):
-            channel_LH[layer] = kernels.channel_offsets(sampled_TLH[:, layer], shift)
+    for layer in range(layers if rows else 0):
+        channel_LH[layer] = kernels.channel_offsets(high_TLH, layer, shift)
 
     # Everything is written to its place in the frame; what does not compress grows by less than a hundredth.
     num_frames = layers * -(-rows // rows_per_chunk)
     bound = _HEADER_BYTES + 2 * high_TLH.size + high_TLH.size // 64 + 1024 * (num_frames + 1) + len(tail)
     frame = _Appender(np.empty(bound + channel_LH.size + row_LT.size, np.uint8), _HEADER_BYTES + high_TLH.size)
     low_TLH = frame.buffer[_HEADER_BYTES : frame.end].reshape(high_TLH.shape)
-    chunk_TLH = np.empty((min(rows, rows_per_chunk), layers, hidden), np.uint8)
-    centred = np.empty((len(chunk_TLH), hidden), np.uint8)
+    chunk_TH = np.empty((min(rows, rows_per_chunk), hidden), np.uint8)
     for start in range(0, rows, rows_per_chunk):
         stop = min(rows, start + rows_per_chunk)
-        exponent_TLH, centred_TH = chunk_TLH[: stop - start], centred[: stop - start]
-        kernels.split(high_TLH[start:stop].reshape(-1), exponent_TLH.reshape(-1), low_TLH[start:stop].reshape(-1))
+        exponent_TH = chunk_TH[: stop - start]
         for layer in range(layers):
-            if rows <= rows_per_chunk:
-                channel_LH[layer] = kernels.channel_offsets(exponent_TLH[: kernels.SAMPLED_ROWS, layer], shift)
-            np.subtract(exponent_TLH[:, layer], channel_LH[layer], out=centred_TH)
-            row_LT[layer, start:stop] = kernels.row_offsets(centred_TH, shift)
-            centred_TH -= row_LT[layer, start:stop, None]
-            packed = compressor.compress(centred_TH.data)
+            kernels.split(high_TLH[start:stop], layer, exponent_TH, low_TLH[start:stop])
+            kernels.centre(exponent_TH, channel_LH[layer], shift, row_LT[layer, start:stop])
+            packed = compressor.compress(exponent_TH.data)
             frame.append(len(packed).to_bytes(4, "little"))
             frame.append(packed)
     exponent_bytes = frame.end - _HEADER_BYTES - high_TLH.size
@@ -162,22 +156,19 @@ def decode(frame: memoryview, header: Header, out_TLH: np.ndarray, spec: StateSp
     row_LT = offsets[layers * hidden :].reshape(layers, rows)
 
     high_TLH = out_TLH if spec.dtype != "float32" else np.empty(out_TLH.shape, np.uint16)
-    rows_per_chunk = min(header.rows_per_chunk, rows)
-    chunk_TLH = np.empty((rows_per_chunk, layers, hidden), np.uint8)
-    centred = np.empty((rows_per_chunk, hidden), np.uint8)
     at = low_end
-    for start in range(0, rows, rows_per_chunk):
-        stop = min(rows, start + rows_per_chunk)
-        exponent_TLH, centred_TH = chunk_TLH[: stop - start], centred[: stop - start]
+    for start in range(0, rows, header.rows_per_chunk):
+        stop = min(rows, start + header.rows_per_chunk)
         for layer in range(layers):
             end = at + 4 + int.from_bytes(frame[at : at + 4], "little")
             if end > offsets_at:
                 raise DamagedError(f"{where}: the plane of exponents ends inside a chunk")
             plane = np.frombuffer(_decompress(frame[at + 4 : end], (stop - start) * hidden, where), np.uint8)
-            np.add(plane.reshape(-1, hidden), row_LT[layer, start:stop, None], out=centred_TH)
-            np.add(centred_TH, channel_LH[layer], out=exponent_TLH[:, layer])
+            kernels.join(
+                plane.reshape(-1, hidden), channel_LH[layer], row_LT[layer, start:stop], low_TLH[start:stop], layer,
+                high_TLH[start:stop],
+            )  # fmt: skip
             at = end
-        kernels.join(exponent_TLH.reshape(-1), low_TLH[start:stop].reshape(-1), high_TLH[start:stop].reshape(-1))
     if at != offsets_at:
         raise DamagedError(f"{where}: {offsets_at - at} bytes follow the last chunk of exponents")
     if spec.dtype == "float32":
@@ -199,6 +190,8 @@ def _decode_tail(tail: memoryview, flags: int, high_TLH: np.ndarray, out_TLH: np
     np.bitwise_or(out_TLH, np.frombuffer(raw, np.uint16).reshape(out_TLH.shape), out=out_TLH)
 
 
+_ZSTD = pa.Codec("zstd")
+
 # zstd contexts belong to one thread at a time and cost more to make than a small sample costs to code.
 _contexts = threading.local()
 
@@ -216,14 +209,13 @@ def _compressor() -> zstandard.ZstdCompressor:
     return compressor
 
 
-def _decompress(packed: memoryview, size: int, where: str) -> bytes:
+def _decompress(packed: memoryview, size: int, where: str) -> pa.Buffer:
     """The `size` bytes of a zstd frame. A frame that claims another size is refused before memory is taken for it."""
-    decompressor: zstandard.ZstdDecompressor | None = getattr(_contexts, "decompressor", None)
-    if decompressor is None:
-        decompressor = _contexts.decompressor = zstandard.ZstdDecompressor()
     try:
         if zstandard.frame_content_size(packed) != size:
             raise DamagedError(f"{where}: a compressed plane does not hold the {size} bytes that it should")
-        return decompressor.decompress(packed, allow_extra_data=False)
-    except zstandard.ZstdError as error:
+        # Arrow's memory pool uses its pages again; fresh ones from the system, as bytes objects of this size are made
+        # of, cost half as much as the decoding.
+        return _ZSTD.decompress(packed, size)
+    except (zstandard.ZstdError, pa.ArrowException, OSError) as error:
         raise DamagedError(f"{where}: a compressed plane is damaged ({error})") from error

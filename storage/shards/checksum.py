@@ -1,9 +1,6 @@
-"""What protects stored states: a checksum per sample, checked at every read, and a digest per file for the manifest."""
+"""What protects stored states at every read: a checksum per sample."""
 
 from __future__ import annotations
-
-import hashlib
-from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -21,9 +18,3 @@ def check_states_checksum(states_TLH: np.ndarray, expected: str, where: str) -> 
     actual = states_checksum(states_TLH)
     if actual != expected:
         raise DamagedError(f"{where}: the states have checksum {actual}, {expected} was written")
-
-
-def file_digest(path: Path) -> str:
-    """sha256 (hex) of a file's bytes, as `sha256sum` prints it."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,6 +6,7 @@ Everything else about shards (naming, closing at a size, checksums, digests, pub
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,8 +29,11 @@ class ShardFile(ABC):
         """Whether the format can take one more sample, whatever the target size is."""
 
     @abstractmethod
-    def append(self, key: SampleKey, data: memoryview, rows: int, checksum: str) -> int:
-        """Writes one sample's stored bytes and returns their offset in the file. Raises OSError."""
+    def append(self, key: SampleKey, data: memoryview, rows: int, checksum: Callable[[], str]) -> int:
+        """Writes one sample's stored bytes and returns their offset in the file. Raises OSError.
+
+        `checksum` gives the sample's checksum and may wait for it: a format that does not store it does not ask.
+        """
 
     @property
     @abstractmethod

@@ -6,6 +6,7 @@ bytes are the last bytes that a row group writes, and a reader that knows the ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ class ParquetFile(ShardFile):
     def has_room(self, key: SampleKey, rows: int, nbytes: int) -> bool:
         return len(self._ends) < _MAX_ROW_GROUPS
 
-    def append(self, key: SampleKey, data: memoryview, rows: int, checksum: str) -> int:
+    def append(self, key: SampleKey, data: memoryview, rows: int, checksum: Callable[[], str]) -> int:
         if len(data) > _MAX_SAMPLE_BYTES:
             raise ValueError(
                 f"sample {key}: {len(data)} bytes of states do not fit a Parquet page (at most {_MAX_SAMPLE_BYTES}): "
@@ -59,7 +60,7 @@ class ParquetFile(ShardFile):
             )
         bounds = pa.py_buffer(np.array([0, len(data)], np.int32))
         states = pa.Array.from_buffers(pa.binary(), 1, [None, bounds, pa.py_buffer(data)])
-        columns = [[key.row], [key.turn], [key.n], [rows], [checksum]]
+        columns = [[key.row], [key.turn], [key.n], [rows], [checksum()]]
         arrays = [pa.array(column, field.type) for column, field in zip(columns, _COLUMNS, strict=False)]
         self._writer.write_table(pa.Table.from_arrays([*arrays, states], schema=self._writer.schema))
         end = self._sink.tell()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from storage.codec import check_codec, decode
-from storage.errors import DamagedError
+from storage.codec import CODECS, decode
+from storage.errors import DamagedError, SchemaError
 from storage.shards.checksum import check_states_checksum
 from storage.store import Store
 from storage.types import FileEntry, Receipt, StateSpec
@@ -17,10 +17,11 @@ from storage.types import FileEntry, Receipt, StateSpec
 def open_shard_reader(store: Store, entry: FileEntry, spec: StateSpec) -> ShardReader:
     """A reader of the shard `entry`.
 
-    Raises FileNotFoundError, DamagedError when the file has another size than the manifest says, ValueError for an
-    unknown codec.
+    Raises FileNotFoundError, DamagedError when the file has another size than the manifest says, SchemaError for a
+    codec that this code does not know.
     """
-    check_codec(entry.codec)
+    if entry.codec not in CODECS:
+        raise SchemaError(f"{entry.path}: its codec {entry.codec!r} is not known, only {list(CODECS)}")
     if entry.kind != "shard":
         raise ValueError(f"{entry.path} is a file of kind {entry.kind!r}, not a shard")
     return ShardReader(store, entry, spec)

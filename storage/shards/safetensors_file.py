@@ -9,6 +9,7 @@ as it is; with another codec it is U8 [nbytes].
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from storage.shards.format import ShardFile, shard_metadata
@@ -45,7 +46,7 @@ class SafetensorsFile(ShardFile):
         entry = self._entry(key, rows, nbytes)
         return 8 + self._used_bytes + len(entry) + 1 <= self._data_start
 
-    def append(self, key: SampleKey, data: memoryview, rows: int, checksum: str) -> int:
+    def append(self, key: SampleKey, data: memoryview, rows: int, checksum: Callable[[], str]) -> int:
         entry = self._entry(key, rows, len(data))
         offset = self._end
         self._write(data)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,14 @@ from typing import Self
 import numpy as np
 
 from storage.codec import check_codec, check_states, encode
+from storage.digest import file_digest
 from storage.errors import StoreError
-from storage.shards.checksum import file_digest, states_checksum
+from storage.shards.checksum import states_checksum
 from storage.shards.format import ShardFile
 from storage.shards.parquet_file import ParquetFile
 from storage.shards.safetensors_file import SafetensorsFile
 from storage.store import Store, open_store
-from storage.types import FileEntry, Receipt, SampleKey, ShardTarget
+from storage.types import FileEntry, Receipt, SampleKey, ShardTarget, StateSpec
 
 SHARD_FORMATS: dict[str, type[ShardFile]] = {"safetensors": SafetensorsFile, "parquet": ParquetFile}
 
@@ -36,6 +37,27 @@ def open_shard_writer(target: ShardTarget) -> ShardWriter:
     Raises ValueError for an unknown shard format or codec.
     """
     return ShardWriter(open_store(target.uri), target)
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sample's states as they are stored, and what is known of them."""
+
+    data: memoryview
+    rows: int
+    raw_bytes: int
+    checksum: str
+
+
+def encode_sample(states_TLH: np.ndarray, spec: StateSpec, codec: str) -> EncodedSample:
+    """The part of `ShardWriter.add` that needs no writer: any number of threads may do it ahead, for `add_encoded`.
+
+    Raises ValueError for another shape or dtype than that of `spec`.
+    """
+    check_states(states_TLH, spec)
+    states_TLH = np.ascontiguousarray(states_TLH)
+    data = encode(states_TLH, spec, codec)
+    return EncodedSample(data, len(states_TLH), states_TLH.nbytes, states_checksum(states_TLH))
 
 
 @dataclass
@@ -78,27 +100,27 @@ class ShardWriter:
         Raises ValueError for another shape or dtype or a key that was added before; StoreError, naming file and sample,
         when the disk refuses (for example because it is full).
         """
-        if self._failed or self._closed:
-            raise RuntimeError(f"unit {self.target.unit}: the shard writer is {'closed' if self._closed else 'failed'}")
+        self._check_open()
         check_states(states_TLH, self.target.spec)
-        if key in self._keys:
-            raise ValueError(f"sample {key}: is in the shards of unit {self.target.unit} already")
+        self._check_new(key)
         states_TLH = np.ascontiguousarray(states_TLH)
         self._failed = True  # until this sample is in
         checksum = self._threads.submit(states_checksum, states_TLH)
         data = encode(states_TLH, self.target.spec, self.target.codec)
-        receipt = self._append(key, data, states_TLH, checksum)
-        self._keys.add(key)
-        self._failed = False
-        return receipt
+        return self._append(key, data, len(states_TLH), states_TLH.nbytes, checksum.result)
+
+    def add_encoded(self, key: SampleKey, sample: EncodedSample) -> Receipt:
+        """Stores one sample that `encode_sample` made for the target's spec and codec. Raises as `add` does."""
+        self._check_open()
+        self._check_new(key)
+        return self._append(key, sample.data, sample.rows, sample.raw_bytes, lambda: sample.checksum)
 
     def close(self) -> list[FileEntry]:
         """Publishes the last shard and returns an entry for every shard, in order; [] when there was no sample.
 
         Raises StoreError when a shard cannot be published; `abort` then removes what there is.
         """
-        if self._failed or self._closed:
-            raise RuntimeError(f"unit {self.target.unit}: the shard writer is {'closed' if self._closed else 'failed'}")
+        self._check_open()
         self._failed = True  # until everything is published
         if self._shard is not None:
             self._finish()
@@ -134,8 +156,18 @@ class ShardWriter:
         finally:
             self.abort()
 
-    def _append(self, key: SampleKey, data: memoryview, states_TLH: np.ndarray, checksum: Future[str]) -> Receipt:
-        rows = len(states_TLH)
+    def _check_open(self) -> None:
+        if self._failed or self._closed:
+            raise RuntimeError(f"unit {self.target.unit}: the shard writer is {'closed' if self._closed else 'failed'}")
+
+    def _check_new(self, key: SampleKey) -> None:
+        if key in self._keys:
+            raise ValueError(f"sample {key}: is in the shards of unit {self.target.unit} already")
+
+    def _append(
+        self, key: SampleKey, data: memoryview, rows: int, raw_bytes: int, checksum: Callable[[], str]
+    ) -> Receipt:
+        self._failed = True  # until this sample is in
         shard = self._shard
         if shard is not None and (
             shard.file.size + len(data) > self.target.target_bytes or not shard.file.has_room(key, rows, len(data))
@@ -145,12 +177,14 @@ class ShardWriter:
         if shard is None:
             shard = self._open(len(data))
         with _naming(f"sample {key} could not be written", shard.path):
-            # The Parquet row holds the checksum; safetensors does not wait for it.
-            offset = shard.file.append(key, data, rows, checksum.result())
+            offset = shard.file.append(key, data, rows, checksum)
         shard.num_samples += 1
         shard.rows += rows
-        shard.raw_bytes += states_TLH.nbytes
-        return Receipt(key, shard.path, offset, len(data), rows, checksum.result())
+        shard.raw_bytes += raw_bytes
+        receipt = Receipt(key, shard.path, offset, len(data), rows, checksum())
+        self._keys.add(key)
+        self._failed = False
+        return receipt
 
     def _open(self, first_nbytes: int) -> _OpenShard:
         path = self.target.shard_path(self._sequence, self._format.suffix)

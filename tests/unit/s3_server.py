@@ -7,6 +7,7 @@ import http.client
 import os
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,6 +37,7 @@ class S3Server:
     backend: int
     faults: list[Fault] = field(default_factory=list)
     num_failed: int = 0
+    sent: Counter[str] = field(default_factory=Counter)  # bytes of answers to GET, by path
     lock: threading.Lock = field(default_factory=threading.Lock)
     # moto checks whether a name is taken and then puts, in threads: one PUT at a time makes its answer mean something.
     put_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -93,6 +95,9 @@ def _handler(server: S3Server) -> type[BaseHTTPRequestHandler]:
             # The answer to HEAD has a length and no body.
             self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(data)))
             self.end_headers()
+            if self.command == "GET":
+                with server.lock:
+                    server.sent[self.path.partition("?")[0]] += len(data)
             if self.command != "HEAD":
                 self.wfile.write(data[: len(data) // 2] if cut else data)
             if cut:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from storage import Dataset, FileEntry, Identity, Receipt, Reject, Sample, SampleKey, StateSpec, UnitFiles, UnitPlan
+from storage.digest import bytes_digest
 from storage.writer import Writer
 
 SPEC = StateSpec(layer_ids=(1, 3), hidden_size=16)
@@ -78,7 +78,7 @@ def write_opaque(writer: Writer, unit: int, attempt: int = 0, rejected: Sequence
         local = writer.dataset.store.staging_file(path)
         local.write_bytes(data)
         writer.dataset.store.put_file(path, local)
-        digest = hashlib.sha256(data).hexdigest()
+        digest = bytes_digest(data)
         rows = sum(map(num_rows, keys))
         shards.append(FileEntry(path, len(data), digest, "shard", len(keys), rows, rows * target.spec.row_bytes))
     samples = [sample(key, unit, Receipt(key, path, 60 * i, 60, num_rows(key), "0")) for i, key in enumerate(keys)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -43,7 +45,6 @@ def test_samples_of_several_chunks(dtype: str, monkeypatch: pytest.MonkeyPatch) 
     """Chunks of 5 rows, so that 23 rows end in a short one; and offsets from a sample of the rows."""
     monkeypatch.setattr(planes, "_CHUNK_ELEMENTS", 5 * 48 + 7)
     monkeypatch.setattr(kernels, "SAMPLED_ROWS", 4)
-    monkeypatch.setattr(kernels, "_BLOCK_ELEMENTS", 100)
     spec = StateSpec((0, 1, 2), 48, dtype)
     states_TLH = model_like(spec, 23, 1)
     frame = encode(states_TLH, spec, "planes-zstd")
@@ -59,15 +60,47 @@ def test_states_that_are_not_contiguous() -> None:
         np.testing.assert_array_equal(decode(frame, 20, SPEC, codec), view_TLH)
 
 
-def test_split_and_join_are_inverse_for_every_16_bit_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_BLOCK_ELEMENTS", 1000)
-    x = np.arange(1 << 16, dtype=np.uint16)
-    exponent, low, joined = np.empty(x.shape, np.uint8), np.empty(x.shape, np.uint8), np.empty_like(x)
-    kernels.split(x, exponent, low)
-    np.testing.assert_array_equal(exponent, (x >> 7) & 0xFF)
-    np.testing.assert_array_equal(low, (x & 0x7F) | (x >> 15 << 7))
-    kernels.join(exponent, low, joined)
-    np.testing.assert_array_equal(joined, x)
+def test_split_and_join_are_inverse_for_every_16_bit_pattern() -> None:
+    x_TLH = np.arange(1 << 16, dtype=np.uint16).reshape(64, 2, 512)
+    low_TLH, joined_TLH = np.empty(x_TLH.shape, np.uint8), np.zeros_like(x_TLH)
+    random = np.random.default_rng(8)
+    for layer in range(2):
+        x_TH = x_TLH[:, layer]
+        channel_H, row_T = random.integers(0, 256, (512,), np.uint8), np.empty(64, np.uint8)
+        exponent_TH = np.empty(x_TH.shape, np.uint8)
+        kernels.split(x_TLH, layer, exponent_TH, low_TLH)
+        np.testing.assert_array_equal(exponent_TH, (x_TH >> 7) & 0xFF)
+        np.testing.assert_array_equal(low_TLH[:, layer], (x_TH & 0x7F) | (x_TH >> 15 << 7))
+        kernels.centre(exponent_TH, channel_H, 0, row_T)
+        np.testing.assert_array_equal(exponent_TH, ((x_TH >> 7) - channel_H - row_T[:, None]).astype(np.uint8))
+        kernels.join(exponent_TH, channel_H, row_T, low_TLH, layer, joined_TLH)
+    np.testing.assert_array_equal(joined_TLH, x_TLH)
+
+
+def test_row_offsets_are_the_distance_from_the_mean_row() -> None:
+    exponent_TH = np.full((4, 16), 100, np.uint8) + np.array([0, 2, 4, 40], np.uint8)[:, None]
+    row_T = np.empty(4, np.uint8)
+    # Distances 0, 2, 4 and 6 (clipped) from channels at 100: their mean is 3.
+    kernels.centre(exponent_TH, np.full(16, 100, np.uint8), 0, row_T)
+    np.testing.assert_array_equal(row_T.view(np.int8), [-3, -1, 1, 3])
+
+
+def test_kernels_compile_where_no_cache_can_be_kept() -> None:
+    """A read-only installation and no home directory: numba then refuses `cache=True`."""
+    script = (
+        "import numba.core.caching as c\n"
+        "for locator in c.CacheImpl._locator_classes: locator.from_function = classmethod(lambda *a: None)\n"
+        "import numpy as np\n"
+        "from storage.codec import decode, encode\n"
+        "from storage.types import StateSpec\n"
+        "spec = StateSpec((0, 1), 32)\n"
+        "x = np.arange(320, dtype=np.uint16).reshape(5, 2, 32)\n"
+        "assert (decode(encode(x, spec, 'planes-zstd'), 5, spec, 'planes-zstd') == x).all()\n"
+        "from storage.codec import kernels\n"
+        "print(type(kernels.join._cache).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "NullCache\n"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -101,8 +134,8 @@ def test_offsets_make_channels_alike() -> None:
     random = np.random.default_rng(6)
     powers_H = random.integers(-12, 12, 64)
     values_TH = (random.normal(0, 1, (300, 64)) * np.exp2(powers_H)).astype(np.float32)
-    x_TH = (values_TH.view(np.uint32) >> 16).astype(np.uint16)
-    offsets_H = kernels.channel_offsets((x_TH >> 7).astype(np.uint8), 0).astype(int)
+    x_TLH = (values_TH.view(np.uint32) >> 16).astype(np.uint16)[:, None]
+    offsets_H = kernels.channel_offsets(x_TLH, 0, 0).astype(int)
     # Scales lie up to 12 steps around the middle, beyond the clip at 6: exact within, held at the border outside.
     inner = np.abs(powers_H) <= 3
     centred = offsets_H[inner] - powers_H[inner]

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage_helpers import SPEC, create, files_below, keys_of, plan, states, write_real
+from storage_helpers import SPEC, create, files_below, identity, keys_of, plan, states, write_real
 
-from storage import Dataset, FencedError, SampleKey, Snapshot
-from storage.compact import compact, plan_groups
+from storage import Dataset, FencedError, SampleKey, Snapshot, UnitPlan
+from storage.compact import compact
+from storage.compact_plan import plan_groups
 from storage.shards import open_shard_reader
+from storage.shards.parquet_file import ParquetFile
+from storage.shards.safetensors_file import SafetensorsFile
 from storage.verify import verify
 from storage.verify_deep import receipts_of
 
@@ -130,6 +133,97 @@ def test_deletes_expiries_and_compactions_in_any_order(
         check_states(snapshot)
         report = verify(root, deep=True)
         assert report.is_sound, report.errors
+
+
+def limit_room(patch: pytest.MonkeyPatch, room: int) -> None:
+    """So many samples close a shard far below its target, as the header of a real safetensors file does."""
+    for kind in (SafetensorsFile, ParquetFile):
+        append = kind.append
+
+        def counted(self, *arguments, append=append):  # type: ignore[no-untyped-def]
+            self.num_appended += 1
+            return append(self, *arguments)
+
+        patch.setattr(kind, "num_appended", 0, raising=False)
+        patch.setattr(kind, "append", counted)
+        patch.setattr(kind, "has_room", lambda self, *_: self.num_appended < room)
+
+
+UNIT_SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(UNIT_SIZES, min_size=1, max_size=4),
+    st.sampled_from([("safetensors", "planes-zstd"), ("safetensors", "none"), ("parquet", "none")]),
+    st.sampled_from([5_000, 12_000, 1 << 16]),
+    st.integers(1, 6),
+    st.sampled_from([600, 8_000, 1 << 16]),
+    st.booleans(),
+    st.data(),
+)
+def test_a_second_run_finds_nothing_to_do(
+    tmp_path_factory: pytest.TempPathFactory,
+    commits: list[list[int]],
+    stored: tuple[str, str],
+    target_bytes: int,
+    room: int,
+    first_target_bytes: int,
+    purge: bool,
+    data: st.DataObject,
+) -> None:
+    """Whatever the sizes of units and shards, and however few samples the shard format has room for."""
+    shard_format, codec = stored
+    root = tmp_path_factory.mktemp("settled")
+    rows = [count for commit in commits for count in commit]
+    starts = [sum(rows[:unit]) for unit in range(len(rows))]
+    units = [UnitPlan(u, s, n, n) for u, (s, n) in enumerate(zip(starts, rows, strict=True))]
+    dataset = Dataset.create(root, identity(), units)
+    with pytest.MonkeyPatch.context() as patch:
+        limit_room(patch, room)
+        writer, unit = dataset.writer(), 0
+        for commit in commits:
+            files = []
+            for _ in commit:
+                options = {"shard_format": shard_format, "codec": codec, "target_bytes": first_target_bytes}
+                files.append(write_real(writer, unit, 0, [], **options))
+                unit += 1
+            writer.commit(files, {})
+        keys = [SampleKey(row, 0, 0) for row in range(sum(rows))]
+        deleted = data.draw(st.sets(st.sampled_from(keys), max_size=3))
+        dataset.delete(deleted)
+        expected = content(dataset.snapshot())
+        compact(dataset, target_bytes, purge)
+        after = dataset.snapshot()
+        again = compact(dataset, target_bytes, purge)
+    assert (again.groups, again.units, again.removed_files) == (0, 0, 0)
+    assert dataset.snapshot().version == after.version
+    assert content(after) == expected
+    check_states(after)
+    assert after.accounting().samples == len(keys) - len(deleted)
+    assert sum(f.kind == "samples" for f in after.files()) == 1
+    assert len(plan_groups(after, target_bytes, purge)) == 0
+    assert verify(root, deep=True).is_sound
+    assert all(f.full_at in (0, target_bytes) for f in Dataset.open(root).snapshot().files())
+
+
+def test_a_larger_target_opens_full_shards_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_room(monkeypatch, 8)
+    dataset = create(tmp_path, 2, 20)
+    writer = dataset.writer()
+    for unit in range(2):
+        writer.commit([write_real(writer, unit)], {})
+
+    def shards() -> list[tuple[int, int]]:
+        return [(f.num_samples, f.full_at) for f in dataset.snapshot().files() if f.kind == "shard"]
+
+    assert shards() == [(8, 0), (8, 0), (4, 0)] * 2
+    for target_bytes in (1 << 20, 1 << 21):
+        assert compact(dataset, target_bytes).groups == 1
+        assert shards() == [(8, target_bytes)] * 4 + [(8, 0)]
+        for other in (target_bytes, 1 << 19):
+            assert compact(dataset, other).groups == 0
+    check_states(dataset.snapshot())
 
 
 def stored_bytes(directory: Path) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -395,6 +396,27 @@ def test_the_verifier_head_is_stored_once(uri: str, tmp_path: Path) -> None:
     assert fetched.read_bytes() == head.read_bytes()
     assert dataset.snapshot().fetch_head(tmp_path / "fetched") == fetched
     assert head.exists()
+
+
+def test_a_head_that_changes_while_it_is_stored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest in the log is that of the stored copy."""
+    dataset = create(tmp_path / "d")
+    source = tmp_path / "head.bin"
+    source.write_bytes(b"h" * 1000)
+    copy = shutil.copyfileobj
+
+    def changed(source_file, copy_file, length):  # type: ignore[no-untyped-def]
+        source.write_bytes(b"i" * 1000)
+        copy(source_file, copy_file, length)
+
+    monkeypatch.setattr(shutil, "copyfileobj", changed)
+    with pytest.raises(ValueError, match=r"head\.bin changed while it was stored"):
+        dataset.put_head(source)
+    monkeypatch.undo()
+    assert dataset.snapshot().head is None
+    assert not list((tmp_path / "d").rglob("*.safetensors"))
+    stored = dataset.put_head(source)
+    assert (tmp_path / "d" / stored.path).read_bytes() == b"i" * 1000
 
 
 def test_a_damaged_head_is_refused(tmp_path: Path) -> None:

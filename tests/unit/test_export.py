@@ -85,6 +85,24 @@ def test_an_export_appears_whole_or_not_at_all(tmp_path):
         export_speculators(content.dataset.snapshot(), tmp_path / "out")
 
 
+def test_two_exports_into_one_place_do_not_mix(tmp_path):
+    """The second begins and ends while the first is at work: the first finds the place taken and leaves nothing."""
+    content = build(tmp_path / "data", LENGTHS)
+    snapshot = content.dataset.snapshot()
+
+    def other(done: int, total: int) -> None:
+        if done == 3:
+            export_speculators(snapshot, tmp_path / "out")
+
+    with pytest.raises(FileExistsError, match="is not empty"):
+        export_speculators(snapshot, tmp_path / "out", progress=other)
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "out"}
+    assert len(load(tmp_path / "out")) == len(LENGTHS)
+    (tmp_path / "empty").mkdir()
+    export_speculators(snapshot, tmp_path / "empty")
+    assert len(load(tmp_path / "empty")) == len(LENGTHS)
+
+
 def test_states_without_the_final_layer_are_refused(tmp_path):
     """The library takes the last layer it finds as the training target."""
     content = build(tmp_path / "data", LENGTHS, identity={"verifier": {"num_layers": 9}})

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from s3_server import BUCKET, S3Server, s3_server
 from storage_helpers import create, write_opaque, write_real
 
-from storage import Dataset, FencedError, SampleKey, checkpoint
+from storage import Dataset, FencedError, SampleKey, Snapshot, Store, checkpoint, sample_table
 from storage.compact import compact
 from storage.gc import DAY_S, collect
 from storage.sample_table import update_index
@@ -70,7 +74,7 @@ def test_orphans_of_a_dead_writer_go_after_its_fence(tmp_path: Path) -> None:
     assert found.fenced == ["sleeper"]
     assert len(seen) == len(found.removals) == len(files.files) + 2
     assert data_files(tmp_path) == kept
-    assert dataset.snapshot().fenced_writers == {"sleeper": 2}
+    assert dataset.manifest().fenced == {"sleeper": 2}
     with pytest.raises(FencedError, match="sleeper was fenced at version 2"):
         sleeper.commit([files], {})
     assert verify(tmp_path).findings == []
@@ -186,6 +190,68 @@ def test_an_index_goes_with_the_sample_files_it_covers(tmp_path: Path) -> None:
     collect(dataset, apply=True, keep_superseded_s=0)
     assert [removal.path for removal in collect(dataset, apply=True).removals] == old
     assert dataset.snapshot().samples().num_rows == 12
+
+
+@given(st.integers(1, 2000), st.integers(1, 40))
+def test_thinned_checkpoints_are_few_and_never_far_apart(num_intervals: int, every: int) -> None:
+    """A log that grows by one checkpoint at a time, with a gc every so often."""
+    interval = checkpoint.INTERVAL
+    stored: list[int] = []
+    for number in range(1, num_intervals + 1):
+        stored.append(number * interval)
+        if number % every == 0 or number == num_intervals:
+            gone = checkpoint.superfluous(stored)
+            stored = [version for version in stored if version not in gone]
+    newest = num_intervals * interval
+    assert stored[-1] == newest
+    assert checkpoint.superfluous(stored) == []
+    assert len(stored) <= 5 + 4 * math.log2(num_intervals)
+    for older, newer in itertools.pairwise([0, *stored]):
+        # A version just before `newer` is folded from `older`.
+        assert newer - older <= max(interval, (newest - older) // 2)
+
+
+def test_derived_files_are_thinned_out_and_every_version_still_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "INTERVAL", 1)
+    monkeypatch.setattr(sample_table, "MERGED_INDEXES", 3)
+    dataset = create(tmp_path, 24)
+    writer = dataset.writer()
+    for unit in range(24):
+        writer.commit([write_opaque(writer, unit)], {})
+    expected = [Dataset.open(tmp_path).snapshot(version).samples().to_pylist() for version in range(25)]
+    before = {name for name in names(tmp_path) if name.startswith("checkpoints/")}
+    read: list[str] = []
+    get = type(dataset.store).get
+
+    def counted(store: Store, path: str) -> bytes:
+        read.append(path)
+        return get(store, path)
+
+    dataset = Dataset.open(tmp_path)
+    monkeypatch.setattr(type(dataset.store), "get", counted)
+    found = collect(dataset, apply=True)
+    monkeypatch.setattr(type(dataset.store), "get", get)
+    after = {name for name in names(tmp_path) if name.startswith("checkpoints/")}
+    assert before - after == {removal.path for removal in found.removals}
+    assert {removal.reason for removal in found.removals} == {"checkpoint", "index"}
+    checkpoints = sorted(name for name in after if name.endswith(".arrow"))
+    indexes = after - set(checkpoints)
+    assert len(checkpoints) < 12 < 24 == sum(name.endswith(".arrow") for name in before)
+    assert len(indexes) < 8
+    # What was thinned out by its name was not read.
+    assert len({path for path in read if path.endswith(".arrow")}) == len(checkpoints)
+    assert collect(dataset, apply=True).removals == []
+    for version in range(25):
+        snapshot = Dataset.open(tmp_path).snapshot(version)
+        assert snapshot.samples().to_pylist() == expected[version]
+        assert sample_table.load_narrow(snapshot, ["row"])["row"].to_pylist() == [
+            row["row"] for row in expected[version]
+        ]
+    assert verify(tmp_path).findings == []
+    monkeypatch.setattr(Snapshot, "read_file", lambda *_: pytest.fail("a sample file was opened"))
+    assert len(sample_table.load_narrow(Dataset.open(tmp_path).snapshot(), ["row"])) == 72
 
 
 def test_a_commit_between_the_look_and_the_removal_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

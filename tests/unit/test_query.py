@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -137,13 +138,13 @@ def test_a_query_after_a_refused_one_still_sees_the_tables(content):
 
 def test_only_what_a_query_uses_is_read(content, monkeypatch):
     asked: list[tuple[str, ...]] = []
-    original = Snapshot.samples
+    original = Snapshot.iter_samples
 
-    def samples(self, columns=None, units=None, keys=None):
+    def iter_samples(self, columns=None, units=None, keys=None):
         asked.append(tuple(columns))
         return original(self, columns, units, keys)
 
-    monkeypatch.setattr(Snapshot, "samples", samples)
+    monkeypatch.setattr(Snapshot, "iter_samples", iter_samples)
     assert rows(content, "SELECT sum(num_tokens)::INT t FROM samples WHERE category = 'odd' AND turn = 0") == [
         {"t": 3 + 5 + 2 + 23}
     ]
@@ -171,6 +172,55 @@ def test_wide_columns_are_fetched_for_matching_rows_only(content, monkeypatch):
     assert len(opened) == 3
 
 
+@pytest.fixture
+def one_arrow_thread():
+    cpus = pa.cpu_count()
+    pa.set_cpu_count(1)
+    yield
+    pa.set_cpu_count(cpus)
+
+
+@pytest.mark.usefixtures("one_arrow_thread")
+def test_a_wide_query_streams_file_by_file(tmp_path, monkeypatch):
+    """What is read ahead is a few files, not the table: a query that stops early has opened no more.
+
+    With one thread in Arrow's pool: a reader that waits in it for files that it has to read would never end.
+    """
+    lengths = [3] * 400
+    content = build(tmp_path, lengths)
+    snapshot = content.dataset.snapshot()
+    opened: list[str] = []
+    original = Snapshot.read_file
+
+    def read_file(self, entry, columns=None, rows=None):
+        opened.append(entry.path)
+        return original(self, entry, columns, rows)
+
+    monkeypatch.setattr(Snapshot, "read_file", read_file)
+    assert len(list(zip(range(3), snapshot.iter_samples(), strict=False))) == 3
+    assert len(opened) <= 3 + 2 * 8
+    opened.clear()
+    assert query(snapshot, "SELECT text, token_ids FROM samples LIMIT 1").num_rows == 1
+    assert len(opened) < 60  # DuckDB asks for a block of rows
+    opened.clear()
+    whole = query(snapshot, "SELECT sum(length(text))::INT t, sum(len(token_ids))::INT n FROM samples").to_pylist()
+    assert whole == [{"t": sum(len(f"answer {row}") for row in range(400)), "n": 1200}]
+    assert len(opened) == 100
+
+
+def test_queries_side_by_side_see_their_own_snapshots(content):
+    """All queries of a process share one empty database, and nothing in it."""
+    snapshots = [content.dataset.snapshot(version) for version in range(4)]
+
+    def count(version: int) -> int:
+        return query(snapshots[version], "SELECT count(*)::INT n FROM samples")["n"].to_pylist()[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(count, [0, 1, 2, 3] * 5)) == [0, 4, 7, 8] * 5
+    with pytest.raises(QueryError, match="nothing does not exist"):
+        query(snapshots[0], "SELECT * FROM nothing")
+
+
 FILTERS = [
     "row = 5",
     "row IN (1, 5, 7)",
@@ -190,7 +240,7 @@ FILTERS = [
 def test_pushed_filters_give_the_answers_of_a_plain_table(content, where, columns):
     snapshot = content.dataset.snapshot()
     sql = f"SELECT {columns} FROM samples WHERE {where} ORDER BY ALL"
-    plain = LazyTable(SAMPLES_SCHEMA, lambda names, _: snapshot.samples().select(names))
+    plain = LazyTable(SAMPLES_SCHEMA, lambda names, _: [snapshot.samples(names)])
     assert query(snapshot, sql).to_pylist() == run_sandboxed(sql, {"samples": plain}).to_pylist()
 
 
@@ -280,18 +330,19 @@ class TestIndex:
         assert not try_update_index(other.dataset.snapshot())
         assert path.name in caplog.text
         newer = build(tmp_path / "newer", LENGTHS)
-        monkeypatch.setattr(sample_index, "SCHEMA", 2)
+        monkeypatch.setattr(sample_index, "SCHEMA", sample_index.SCHEMA + 1)
         update_index(newer.dataset.snapshot())
         monkeypatch.undo()
         assert not try_update_index(Dataset.open(tmp_path / "newer").snapshot())
-        assert "schema version 2" in caplog.text
+        assert f"schema version {sample_index.SCHEMA + 1}" in caplog.text
 
     def test_a_newer_index_is_refused_by_name(self, tmp_path, monkeypatch):
         content = build(tmp_path, LENGTHS)
-        monkeypatch.setattr(sample_index, "SCHEMA", 2)
+        monkeypatch.setattr(sample_index, "SCHEMA", sample_index.SCHEMA + 1)
         path = tmp_path / update_index(content.dataset.snapshot())[0]
         monkeypatch.undo()
-        with pytest.raises(ValueError, match=rf"{path.name}: schema version 2, this code knows 1"):
+        known = sample_index.SCHEMA
+        with pytest.raises(ValueError, match=rf"{path.name}: schema version {known + 1}, this code knows {known}"):
             self.answers(Dataset.open(content.dataset.uri).snapshot())
 
     def test_a_flipped_version_is_damage(self, tmp_path, caplog):
@@ -299,7 +350,7 @@ class TestIndex:
         path = tmp_path / update_index(content.dataset.snapshot())[0]
         data = path.read_bytes()
         path.chmod(0o644)
-        path.write_bytes(data.replace(b" index 1 ", b" index 3 ", 1))
+        path.write_bytes(data.replace(b" index 2 ", b" index 3 ", 1))
         self.answers(Dataset.open(content.dataset.uri).snapshot())
         assert path.name in caplog.text
 

@@ -273,6 +273,28 @@ def test_following_stops_when_idle_and_goes_on_from_its_state(tmp_path):
     assert again.state_dict()["done"] == [[0, 3]]
 
 
+def test_following_goes_on_after_the_last_sample_whatever_was_deleted_meanwhile(tmp_path):
+    content = build(tmp_path, LENGTHS, complete=False)
+    follower = Follower(str(tmp_path), poll_s=0.01, idle_timeout_s=0.0)
+    assert [sample.key.row for sample in islice(follower, 2)] == [0, 1]
+    state = json.loads(json.dumps(follower.state_dict()))
+    assert state["partial"] == [0, 1, 0, 0]
+    content.dataset.delete([SampleKey(0, 0, 0), SampleKey(1, 0, 0), SampleKey(5, 0, 0)])
+    again = Follower(str(tmp_path), poll_s=0.01, idle_timeout_s=0.0)
+    again.load_state_dict(state)
+    assert [sample.key.row for sample in again] == [2, 3, 4, 6, 7, 8, 9]
+    with pytest.raises(ValueError, match="state_version 1, known: 2"):
+        again.load_state_dict(state | {"state_version": 1})
+
+
+def test_a_reader_of_some_units_refuses_the_others(tmp_path):
+    content = build(tmp_path, LENGTHS)
+    reader = SampleReader(content.dataset.snapshot(), units=[2, 0])
+    assert [sample.key.row for sample in reader.iter_unit(2)] == [8, 9]
+    with pytest.raises(ValueError, match=r"unit 1 is not one of the units \[0, 2\] that this reader is for"):
+        list(reader.iter_unit(1))
+
+
 def test_following_leaves_out_what_was_expired_or_deleted(tmp_path):
     content = build(tmp_path, LENGTHS, complete=False)
     content.dataset.expire([0])

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from shard_samples import model_like
 
 from storage.codec import CODECS
+from storage.digest import file_digest
 from storage.errors import DamagedError, StoreError
-from storage.shards import SHARD_FORMATS, file_digest, open_shard_reader, open_shard_writer
+from storage.shards import SHARD_FORMATS, open_shard_reader, open_shard_writer
 from storage.store_local import LocalStore
 from storage.types import FileEntry, Receipt, SampleKey, ShardTarget, StateSpec
 

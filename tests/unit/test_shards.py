@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 import tracemalloc
@@ -13,12 +12,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import safetensors
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_samples import DTYPES, bits, kinds, model_like, seeds, specs
 
 from storage.codec import CODECS, decode
-from storage.shards import SHARD_FORMATS, file_digest, open_shard_reader, open_shard_writer, states_checksum
+from storage.digest import file_digest
+from storage.shards import SHARD_FORMATS, encode_sample, open_shard_reader, open_shard_writer, states_checksum
 from storage.shards.check import find_bad_rows
 from storage.store_local import LocalStore
 from storage.types import FileEntry, Receipt, SampleKey, ShardTarget, StateSpec
@@ -79,7 +80,7 @@ def test_contract(shard_format: str, codec: str, dtype: str, data: st.DataObject
             # The entry says what is in the file.
             assert (entry.kind, entry.shard_format, entry.codec) == ("shard", shard_format, codec)
             assert entry.size == len(stored)
-            assert entry.digest == hashlib.sha256(stored).hexdigest() == file_digest(root / entry.path)
+            assert entry.digest == f"blake3:{blake3(stored).hexdigest()}" == file_digest(root / entry.path)
             assert entry.num_samples == len(own)
             assert entry.rows == sum(receipt.rows for receipt in own)
             assert entry.raw_bytes == entry.rows * spec.row_bytes
@@ -294,3 +295,19 @@ def test_bad_rows_are_found_by_layer(dtype: str, monkeypatch: pytest.MonkeyPatch
 def test_entries_are_json_able(tmp_path: Path) -> None:
     _, (entry,) = write(tmp_path, {SampleKey(0, 0, 0): model_like(SPEC, 5, 0)})
     assert FileEntry.from_json(json.loads(json.dumps(entry.to_json()))) == entry
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("shard_format", FORMATS)
+def test_samples_encoded_ahead_make_the_same_shard(tmp_path: Path, shard_format: str, codec: str) -> None:
+    samples = {SampleKey(row, 0, 0): model_like(SPEC, 5 + row, row) for row in range(4)}
+    receipts, entries = write(tmp_path / "a", samples, SPEC, shard_format, codec, 1 << 30)
+    target = ShardTarget(str(tmp_path / "b"), "w1", 12, 0, SPEC, shard_format, codec, 1 << 30)
+    with open_shard_writer(target) as writer:
+        encoded = {key: encode_sample(states_TLH, SPEC, codec) for key, states_TLH in samples.items()}
+        assert [writer.add_encoded(key, sample) for key, sample in encoded.items()] == receipts
+        with pytest.raises(ValueError, match="is in the shards of unit 12 already"):
+            writer.add_encoded(receipts[0].key, encoded[receipts[0].key])
+        assert writer.close() == entries
+    with pytest.raises(ValueError, match=r"expected uint16 .* \[rows, 2, 48\]"):
+        encode_sample(np.zeros((3, 2, 47), np.uint16), SPEC, codec)
