@@ -1,13 +1,16 @@
 """Acceptance of a draft: counts per prompt, rates, and 95 % intervals by a bootstrap over prompts.
 
 One *draft* is one proposal of up to K tokens that the verifier checked in one step. The intervals resample prompts and
-not drafts: drafts of one answer resemble each other, and treating them as independent makes intervals too narrow.
+not drafts: drafts of one answer resemble each other, and treating them as independent makes intervals too narrow (in a
+simulation with prompts of their own rates they held the truth 56 times in 100 instead of 95).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -42,14 +45,19 @@ class AcceptanceCounts:
 
 @dataclass(frozen=True)
 class Interval:
-    """A measured value with its 95 % interval; None where there is nothing to measure it on."""
+    """A measured value with its 95 % interval; None where there is nothing to measure it on.
+
+    A single prompt has a value and no interval: it says nothing of how prompts differ.
+    """
 
     value: float | None
     low: float | None
     high: float | None
 
     def __str__(self) -> str:
-        return "-" if self.value is None else f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        if self.value is None:
+            return "-"
+        return f"{self.value:.3f}" + ("" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]")
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,21 @@ def measure(prompts: Sequence[AcceptanceCounts], *, seed: int = 0) -> Acceptance
     resampled_BS = _resampled(sums_NS, seed)
     num_positions = len(prompts[0].histogram) - 1
     accepted = slice(2, 2 + num_positions)
-    rates = [_ratio_interval(total_S, resampled_BS, 2 + position, 0) for position in range(num_positions)]
+    rates = [
+        _interval(
+            _share(total_S[column], total_S[0]), _share(resampled_BS[:, column], resampled_BS[:, 0]), len(prompts)
+        )
+        for column in range(2, 2 + num_positions)
+    ]
     length = _interval(
         1 + _share(total_S[accepted].sum(), total_S[0]),
         1 + _share(resampled_BS[:, accepted].sum(axis=1), resampled_BS[:, 0]),
+        len(prompts),
     )
     per_token = _interval(
         _share(total_S[accepted].sum(), total_S[1]),
         _share(resampled_BS[:, accepted].sum(axis=1), resampled_BS[:, 1]),
+        len(prompts),
     )
     return Acceptance(
         num_prompts=len(prompts),
@@ -107,7 +122,7 @@ def length_difference(
         resampled_BS = _resampled(sums_NS, seed)
         totals.append(_share(sums_NS[:, 2:].sum(), sums_NS[:, 0].sum()))
         resampled.append(_share(resampled_BS[:, 2:].sum(axis=1), resampled_BS[:, 0]))
-    return _interval(totals[1] - totals[0], resampled[1] - resampled[0])
+    return _interval(totals[1] - totals[0], resampled[1] - resampled[0], len(first))
 
 
 def _sums(prompts: Sequence[AcceptanceCounts]) -> Float64:
@@ -143,12 +158,30 @@ def _share(part: npt.ArrayLike, whole: npt.ArrayLike) -> Float64:
     return np.divide(part, whole, out=np.full(whole.shape, np.nan), where=whole > 0)
 
 
-def _ratio_interval(total_S: Float64, resampled_BS: Float64, part: int, whole: int) -> Interval:
-    return _interval(_share(total_S[part], total_S[whole]), _share(resampled_BS[:, part], resampled_BS[:, whole]))
-
-
-def _interval(value: Float64, resampled_B: Float64) -> Interval:
+def _interval(value: Float64, resampled_B: Float64, num_prompts: int) -> Interval:
     if np.isnan(value):
         return Interval(None, None, None)
-    low, high = np.nanquantile(resampled_B, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    if num_prompts == 1:
+        return Interval(float(value), None, None)
+    tail = _tail(num_prompts)
+    low, high = np.nanquantile(resampled_B, [tail, 1 - tail])
     return Interval(float(value), float(low), float(high))
+
+
+def _tail(num_prompts: int) -> float:
+    """The share of resamples to cut off at each end.
+
+    Percentiles of few prompts' resamples are too close together (5 prompts: the truth was inside 81 times in 100). So
+    the normal tail is taken as far out as Student's t and the factor n / (n - 1) say: Hesterberg's expanded percentile
+    interval ("What Teachers Should Know about the Bootstrap", 2015, section 5.3).
+    """
+    normal = NormalDist()
+    z, freedom = normal.inv_cdf((1 + LEVEL) / 2), num_prompts - 1
+    # The quantile of t by its expansion in 1 / freedom (Abramowitz and Stegun 26.7.5).
+    t = (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )
+    return normal.cdf(-t * math.sqrt(num_prompts / freedom))

@@ -10,8 +10,11 @@ from typing import Any
 
 from draft.config import FILE_NAME as CONFIG_NAME
 from draft.config import DraftConfig
-from draft.formats import ABSENT_NORM_BEFORE_RESIDUAL, engine_view, form_of, read_json_object
+from draft.decoder import find_foreign_parts
+from draft.formats import assumptions, engine_view, form_of
+from draft.jsonfile import read_json_object
 from draft.tensorfiles import read_headers
+from draft.tolerance import same
 from draft.weights import implied_numbers
 
 # Fields that say nothing of the draft's arithmetic.
@@ -49,8 +52,13 @@ def read_statement(path: Path) -> Statement:
         config = DraftConfig.load(path)
         stated = {name: value for name, value in config.model_dump().items() if value is not None}
         return Statement(str(path), "draft_config", {k: v for k, v in stated.items() if k not in NOT_COMPARED})
-    form = form_of(data)
-    return Statement(str(path), form, engine_view(data), _assumptions(data, form))
+    foreign = find_foreign_parts(data)
+    if foreign:
+        raise ValueError(f"{path}: only drafts with plain Llama layers are supported, not {'; '.join(foreign)}")
+    try:
+        return Statement(str(path), form_of(data), engine_view(data), assumptions(data))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def collect_statements(paths: Sequence[Path]) -> list[Statement]:
@@ -97,12 +105,12 @@ def _compare_field(name: str, statements: Sequence[Statement], weights: dict[str
         else:
             note = "" if name in statement.stated else " (absent: vLLM reads this)"
             values[statement.source] = f"{_show(value)}{note}"
-        if not any(_equal(value, other) for other in distinct):
+        if not any(same(value, other) for other in distinct):
             distinct.append(value)
         verdict = _implied(name, statement, weights)
         if verdict is not None:
             implied = _show(verdict)
-            if not _equal(value, verdict):
+            if not same(value, verdict):
                 wrong.append(statement.source)
     if name in _NEUTRAL_WHERE_ABSENT and None in distinct:
         distinct.remove(None)
@@ -112,7 +120,7 @@ def _compare_field(name: str, statements: Sequence[Statement], weights: dict[str
 
 
 # Token ids and limits that a file may leave to the engine; they bear on no tensor.
-_NEUTRAL_WHERE_ABSENT = ("bos_token_id", "eos_token_id", "pad_token_id", "hidden_act", "rms_norm_eps")
+_NEUTRAL_WHERE_ABSENT = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def _implied(name: str, statement: Statement, weights: dict[str, int]) -> Any:
@@ -124,46 +132,12 @@ def _implied(name: str, statement: Statement, weights: dict[str, int]) -> Any:
     if name == "head_dim" and heads and "q_rows" in weights:
         return weights["q_rows"] / heads if weights["q_rows"] % heads else weights["q_rows"] // heads
     if name == "num_key_value_heads" and "kv_rows" in weights and "q_rows" in weights and heads and kv_heads:
-        width = weights["q_rows"] / heads
-        return weights["kv_rows"] / width if weights["kv_rows"] % width else int(weights["kv_rows"] // width)
+        heads_of_kv = weights["kv_rows"] * heads / max(weights["q_rows"], 1)
+        return int(heads_of_kv) if heads_of_kv.is_integer() else heads_of_kv
     if name == "aux_layer_ids" and "num_aux_layers" in weights:
         ids = statement.value(name)
         return ids if ids and len(ids) == weights["num_aux_layers"] else f"{weights['num_aux_layers']} ids"
     return weights.get(name)
-
-
-def _assumptions(data: dict[str, Any], form: str) -> dict[str, Any]:
-    """What vLLM 0.32 reads where a config.json is silent."""
-    view = engine_view(data)
-    heads, hidden = view.get("num_attention_heads"), view.get("hidden_size")
-    assumed: dict[str, Any] = {
-        "norm_before_residual": ABSENT_NORM_BEFORE_RESIDUAL["nested" if form == "nested" else "flat"],
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "num_hidden_layers": 1,
-    }
-    if heads and hidden:
-        assumed["head_dim"] = hidden // heads
-        assumed["num_key_value_heads"] = heads
-    if view.get("vocab_size"):
-        assumed["draft_vocab_size"] = view["vocab_size"]
-    return {name: value for name, value in assumed.items() if name not in view}
-
-
-def _equal(left: Any, right: Any) -> bool:
-    """Equality up to the number types that JSON mixes (64 and 64.0) and to float32 printing (1e-05, 9.9999997e-06)."""
-    if isinstance(left, bool) or isinstance(right, bool):
-        return left is right
-    if isinstance(left, int | float) and isinstance(right, int | float):
-        return abs(left - right) <= 1e-6 * max(abs(left), abs(right))
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(_equal(a, b) for a, b in zip(left, right, strict=True))
-    return bool(left == right)
 
 
 def _show(value: Any) -> str:

@@ -13,10 +13,20 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from draft.jsonfile import is_there, read_json_object
 from draft.verifier import VerifierShape, read_verifier
 
 SCHEMA_VERSION = 1
 FILE_NAME = "draft_config.json"
+# What each type of rotary embedding has to be given besides rope_theta.
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("long_factor", "short_factor", "original_max_position_embeddings"),
+}
 
 
 class VerifierReference(BaseModel):
@@ -37,7 +47,7 @@ class DraftConfig(BaseModel):
     Layer ids follow the vLLM convention: id k is the residual stream entering decoder layer k of the verifier.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     schema_version: Literal[1] = Field(default=1, description="Version of this file's schema.")
     algorithm: Literal["eagle3"] = Field(default="eagle3", description="Speculation algorithm.")
@@ -90,12 +100,14 @@ class DraftConfig(BaseModel):
     @field_validator("rope_parameters")
     @classmethod
     def _check_rope(cls, rope: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(rope.get("rope_type"), str) or not isinstance(rope.get("rope_theta"), int | float):
-            raise ValueError("rope_parameters needs rope_type (str) and rope_theta (number)")
-        needed = {"yarn": ("factor", "original_max_position_embeddings"), "linear": ("factor",)}
-        missing = [key for key in needed.get(rope["rope_type"], ()) if rope.get(key) is None]
+        if not isinstance(rope.get("rope_theta"), int | float):
+            raise ValueError("rope_parameters needs rope_theta (number)")
+        rope_type = rope.get("rope_type")
+        if rope_type not in ROPE_NEEDS:
+            raise ValueError(f"rope_type {rope_type!r} is none of {', '.join(ROPE_NEEDS)}")
+        missing = [key for key in ROPE_NEEDS[rope_type] if rope.get(key) is None]
         if missing:
-            raise ValueError(f"rope_type {rope['rope_type']!r} also needs {', '.join(missing)}")
+            raise ValueError(f"rope_type {rope_type!r} also needs {', '.join(missing)}")
         return rope
 
     @model_validator(mode="after")
@@ -169,30 +181,36 @@ class DraftConfig(BaseModel):
             "rope_parameters": shape.rope_parameters,
             "aux_layer_ids": aux_layer_ids or [2, num_layers // 2, num_layers - 3],
         }
-        return cls.model_validate({**fields, **overrides})
+        return cls.build({**fields, **overrides})
+
+    @classmethod
+    def build(cls, fields: dict[str, Any]) -> Self:
+        """From field values. Raises ValueError naming each bad field."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            problems = (
+                ": ".join([*filter(None, [".".join(map(str, e["loc"]))]), e["msg"].removeprefix("Value error, ")])
+                for e in error.errors()
+            )
+            raise ValueError("; ".join(problems)) from error
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """Read a draft_config.json, or the one in a directory. Raises ValueError naming the file and each bad field."""
         path = Path(path)
-        if path.is_dir():
+        if path.is_dir() and path.name != FILE_NAME:
             path = path / FILE_NAME
-        if not path.is_file():
+        if not is_there(path):
             raise FileNotFoundError(f"{path} does not exist: write one with `headrace draft init`")
-        try:
-            data = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        version = data.get("schema_version") if isinstance(data, dict) else None
+        data = read_json_object(path)
+        version = data.get("schema_version")
         if version != SCHEMA_VERSION:
             raise ValueError(f"{path}: schema_version {version!r} is not known here, expected {SCHEMA_VERSION}")
         try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(str(part) for part in e['loc']) or 'fields'}: {e['msg']}" for e in error.errors()
-            )
-            raise ValueError(f"{path}: {problems}") from error
+            return cls.build(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def save(self, path: Path | str) -> Path:
         """Write the file (into a directory under its usual name), atomically. Returns its path."""
@@ -209,7 +227,7 @@ class DraftConfig(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked again as a whole."""
-        return type(self).model_validate({**self.model_dump(), **changes})
+        return self.build({**self.model_dump(), **changes})
 
     def to_flat(self) -> dict[str, Any]:
         """config.json for vLLM and SGLang (`LlamaForCausalLMEagle3`)."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from draft import notes
-from draft.acceptance import Acceptance, AcceptanceCounts, Interval, length_difference, measure
+from draft.acceptance import RESAMPLES, Acceptance, AcceptanceCounts, Interval, length_difference, measure
 from draft.engine_run import EngineAnswer, EngineRequest, run_engine
 from draft.serve import speculative_config
+from draft.verifier import VerifierShape, read_verifier
 
 REPORT_VERSION = 1
 SPEED_NOTE = (
@@ -22,7 +23,9 @@ DIFFERENCE_NOTE = (
     "Greedy answers with and without a draft are equal but for rounding: the verifier then sums in batches of other "
     "shapes, and two near-equal tokens can swap."
 )
-INTERVAL_NOTE = "95 % intervals: percentile bootstrap over prompts, 2000 resamples."
+INTERVAL_NOTE = (
+    f"95 % intervals: bootstrap over prompts, {RESAMPLES} resamples, widened for few prompts; a single one has none."
+)
 
 # Tokens of the context beyond prompt and answer that a draft may reach for.
 CONTEXT_MARGIN = 16
@@ -92,6 +95,15 @@ class EvaluationReport:
         return asdict(self)
 
 
+def short_names(drafts: Iterable[str]) -> dict[str, str]:
+    """What to call each draft: its directory's name, with as many parents as it takes to tell all of them apart."""
+    parts = {draft: Path(draft).parts for draft in drafts}
+    depth = 1
+    while len({names[-depth:] for names in parts.values()}) < len(parts):
+        depth += 1
+    return {draft: "/".join(names[-depth:]) for draft, names in parts.items()}
+
+
 def acceptance_notes(report: Mapping[str, Any]) -> list[notes.Acceptance]:
     """The measurements of a report's JSON, one for each draft length, for the notes of an exported draft.
 
@@ -148,20 +160,20 @@ def evaluate(
         progress: called as (engines done, engines in all, what runs now) about twice a second.
 
     Raises:
-        ValueError: for contradicting arguments.
+        ValueError: for contradicting arguments, prompts that leave no room for an answer, a draft of another verifier.
         FileNotFoundError: a draft has no config.json.
         EngineFailedError: an engine ended early; the message has the end of its log.
     """
     _check_arguments(drafts, prompts, num_draft_tokens, max_tokens)
-    arguments = {
-        "max_model_len": max(len(prompt.token_ids) for prompt in prompts)
-        + max_tokens
-        + max(num_draft_tokens)
-        + CONTEXT_MARGIN,
-        **(engine_args or {}),
-    }
+    verifier = read_verifier(verifier_dir)
+    longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens
+    room = longest + max(num_draft_tokens) + CONTEXT_MARGIN
+    arguments = {"max_model_len": min(room, verifier.max_position_embeddings), **(engine_args or {})}
+    _check_lengths(prompts, max_tokens, int(arguments["max_model_len"]))
+    _check_fit(drafts, verifier)
     runs: list[tuple[str, Path | None, int]] = [("verifier alone", None, 0)] if baseline else []
-    runs += [(f"{path.name}, {k} draft tokens", path, k) for path in drafts for k in num_draft_tokens]
+    called = short_names(map(str, drafts))
+    runs += [(f"{called[str(path)]}, {k} draft tokens", path, k) for path in drafts for k in num_draft_tokens]
 
     answers: dict[tuple[Path | None, int], EngineAnswer] = {}
     for number, (name, path, k) in enumerate(runs):
@@ -220,6 +232,27 @@ def _check_arguments(
         raise ValueError(f"num_draft_tokens {list(num_draft_tokens)} must be different positive numbers")
     if max_tokens < 2:
         raise ValueError(f"max_tokens {max_tokens} must be at least 2: the first token of an answer is never drafted")
+
+
+def _check_lengths(prompts: Sequence[EvaluationPrompt], max_tokens: int, max_model_len: int) -> None:
+    too_long = [prompt for prompt in prompts if len(prompt.token_ids) + max_tokens > max_model_len]
+    if too_long:
+        named = ", ".join(f"{prompt.prompt_id} ({len(prompt.token_ids)} tokens)" for prompt in too_long[:5])
+        raise ValueError(
+            f"{len(too_long)} prompt(s), with an answer of {max_tokens} tokens, exceed max_model_len {max_model_len}: "
+            f"{named}"
+        )
+
+
+def _check_fit(drafts: Sequence[Path], verifier: VerifierShape) -> None:
+    """Find out before the verifier is loaded that a draft belongs to another one."""
+    from draft.validate import Subject, run_checks
+
+    for path in drafts:
+        results = run_checks(Subject(path, verifier, None), ["config", "verifier_fit", "layer_ids"])
+        failed = [f"{result.name}: {result.detail}" for result in results if result.status == "fail"]
+        if failed:
+            raise ValueError(f"draft {path} does not fit the verifier: {'; '.join(failed)}; see `headrace validate`")
 
 
 def _ticker(progress: Progress | None, done: int, total: int, name: str) -> Callable[[], None] | None:

@@ -27,7 +27,7 @@ def export(
     form: Form = "flat",
     *,
     engine: Engine = "vllm",
-    embedding: bool = False,
+    embedding: bool | None = None,
     head: Path | None = None,
     verifier_name: str | None = None,
     acceptance: list[Acceptance] | None = None,
@@ -35,10 +35,11 @@ def export(
     """Write config.json, model.safetensors, draft_config.json, headrace.json and README.md to a new directory.
 
     Floating-point tensors are cast to the draft's dtype, d2t to int64 and t2d to bool. Engines share the verifier's
-    embedding with a draft that has none, so `embedding` is off by default; when on, it comes from the checkpoint or,
-    failing that, from `head`, a safetensors file with `embed_tokens.weight`. `verifier_name` replaces the verifier's
-    name in the configuration (a path on the training machine says nothing elsewhere). `acceptance` is added to the
-    measurements that the checkpoint already carries.
+    embedding with a draft that has none. By default the draft keeps an embedding that the checkpoint holds (an imported
+    draft's own; training stores none); with `embedding=True` it gets one in any case, failing the checkpoint from
+    `head`, a safetensors file with `embed_tokens.weight`; with False it goes without. `verifier_name` replaces the
+    verifier's name in the configuration (a path on the training machine says nothing elsewhere). `acceptance` is added
+    to the measurements that the checkpoint already carries.
 
     Raises ValueError when the weights are not finite or do not fit the configuration, FileExistsError when `out_dir`
     is taken.
@@ -51,7 +52,7 @@ def export(
     tensors = checkpoint.tensors()
     if embedding and EMBEDDING not in tensors:
         tensors[EMBEDDING] = _embedding_from(head, config)
-    if not embedding:
+    if embedding is False:
         tensors.pop(EMBEDDING, None)
     tensors = serving_tensors(config, tensors)
     notes = checkpoint.notes

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
 
 from draft.config import DraftConfig
-from draft.verifier import VerifierShape, normal_rope
+from draft.decoder import find_foreign_parts
+from draft.verifier import DEFAULT_ROPE_THETA, VerifierShape, normal_rope
 
 Form = Literal["flat", "nested"]
 Engine = Literal["vllm", "sglang"]
@@ -17,19 +16,16 @@ FLAT_ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 # What vLLM assumes where a file says nothing; the two forms differ on purpose there, so exports always write it out.
 ABSENT_NORM_BEFORE_RESIDUAL: dict[Form, bool] = {"flat": False, "nested": True}
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A configuration file. Raises FileNotFoundError, or ValueError where it holds no JSON object."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        data = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return data
+# What transformers' LlamaConfig, which every reader of such a file goes through, takes for absent fields.
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA},
+}
 
 
 def form_of(config: dict[str, Any]) -> Form:
@@ -165,72 +161,125 @@ def to_form(config: DraftConfig, form: Form, *, engine: Engine = "vllm") -> dict
 def engine_view(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config.json of either form by their DraftConfig names, as far as the file states them.
 
-    Nothing is assumed: a field that the file does not state is absent from the result.
+    Nothing is assumed: a field that the file does not state is absent from the result. Raises ValueError where a field
+    has a value of another type than readers take.
     """
     form = form_of(config)
-    decoder = config.get("transformer_layer_config") if form == "nested" else config
-    if not isinstance(decoder, dict):
+    decoder = config if form == "flat" else _object(config, "transformer_layer_config")
+    if not decoder:
         raise ValueError("transformer_layer_config must be an object")
     view = {name: decoder[name] for name in _DECODER_FIELDS if decoder.get(name) is not None}
     view |= {name: config[name] for name in _DRAFT_FIELDS if config.get(name) is not None}
-    eagle = config.get("eagle_config") or {}
+    eagle = _object(config, "eagle_config")
     if "norm_before_fc" in eagle:  # vLLM prefers this place
         view["norm_before_fc"] = eagle["norm_before_fc"]
     ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
     if ids:
-        view["aux_layer_ids"] = list(ids)
+        view["aux_layer_ids"] = ids
     if any(decoder.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta")):
         view["rope_parameters"] = normal_rope(decoder)
     dtype = config.get("dtype") or config.get("torch_dtype")
     if dtype:
         view["dtype"] = str(dtype).removeprefix("torch.")
     if form == "nested":
-        speculators = config.get("speculators_config") or {}
-        methods = speculators.get("proposal_methods") or [{}]
-        if methods[0].get("speculative_tokens"):
-            view["num_speculative_tokens"] = methods[0]["speculative_tokens"]
+        speculators = _object(config, "speculators_config")
+        methods = speculators.get("proposal_methods")
+        first = methods[0] if isinstance(methods, list) and methods else {}
+        if isinstance(first, dict) and first.get("speculative_tokens"):
+            view["num_speculative_tokens"] = first["speculative_tokens"]
         view["algorithm"] = speculators.get("algorithm", config["speculators_model_type"])
+    _check_types(view)
     return view
 
 
-_DECODER_FIELDS = (
+def assumptions(config: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM 0.32 reads where a config.json of either form is silent, by DraftConfig names."""
+    view = engine_view(config)
+    assumed = LLAMA_DEFAULTS | {
+        "norm_before_residual": ABSENT_NORM_BEFORE_RESIDUAL[form_of(config)],
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+    }
+    heads, hidden, vocab = (view.get(name) for name in ("num_attention_heads", "hidden_size", "vocab_size"))
+    if heads:
+        assumed["num_key_value_heads"] = heads
+        if hidden:
+            assumed["head_dim"] = hidden // heads
+    if vocab:
+        assumed["draft_vocab_size"] = vocab
+    return {name: value for name, value in assumed.items() if name not in view}
+
+
+def _object(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A part of a configuration, {} where it is absent. Raises ValueError where it is something else."""
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object, not {value!r}")
+    return value
+
+
+def _check_types(view: dict[str, Any]) -> None:
+    """Raises ValueError naming the first field whose value no reader takes."""
+    for name, value in view.items():
+        if name in (*_DECODER_INTEGERS, "draft_vocab_size", "num_speculative_tokens"):
+            right = _is_integer(value) and 0 < value < 2**31
+        elif name in (*_DECODER_FLAGS, *_DRAFT_FLAGS):
+            right = isinstance(value, bool)
+        elif name == "rms_norm_eps":
+            right = isinstance(value, int | float) and not isinstance(value, bool)
+        elif name in ("aux_layer_ids", "eos_token_id") and isinstance(value, list):
+            right = all(map(_is_integer, value))
+        elif name in _TOKEN_IDS:
+            right = _is_integer(value)
+        elif name in ("hidden_act", "algorithm"):
+            right = isinstance(value, str)
+        else:
+            right = name != "aux_layer_ids"
+        if not right:
+            raise ValueError(f"{name} cannot be {value!r}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_DECODER_INTEGERS = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "attention_bias",
-    "mlp_bias",
     "vocab_size",
     "max_position_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
 )
-_DRAFT_FIELDS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_DECODER_FLAGS = ("attention_bias", "mlp_bias")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DECODER_FIELDS = (*_DECODER_INTEGERS, *_DECODER_FLAGS, *_TOKEN_IDS, "hidden_act", "rms_norm_eps")
+_DRAFT_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_DRAFT_FIELDS = ("draft_vocab_size", *_DRAFT_FLAGS)
 
 
 def from_engine(config: dict[str, Any], verifier: VerifierShape, verifier_name: str | None = None) -> DraftConfig:
     """The DraftConfig that a config.json of either form describes, read as vLLM reads it.
 
-    `verifier` supplies what such files do not say (its number of layers) and stands for itself in the result; the name
-    in a nested file wins over the path.
+    `verifier` supplies what such files do not say (its number of layers, and EAGLE-3's default layer ids) and stands
+    for itself in the result; the name in a nested file wins over the path.
+
+    Raises ValueError for another decoder than the Llama type and for fields that contradict each other.
     """
+    foreign = find_foreign_parts(config)
+    if foreign:
+        raise ValueError(f"only drafts with plain Llama layers are supported, this one has {'; '.join(foreign)}")
     view = engine_view(config)
-    form = form_of(config)
-    view.setdefault("norm_before_residual", ABSENT_NORM_BEFORE_RESIDUAL[form])
-    if form == "nested" and verifier_name is None:
-        speculators = config.get("speculators_config") or {}
-        verifier_name = (speculators.get("verifier") or {}).get("name_or_path")
     for name in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
         if name not in view:
             raise ValueError(f"config.json does not state {name}")
-    view.setdefault("num_key_value_heads", view["num_attention_heads"])
-    view.setdefault("head_dim", view["hidden_size"] // view["num_attention_heads"])
-    view.setdefault("draft_vocab_size", view["vocab_size"])
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        view.setdefault(name, None)
-    return DraftConfig.from_verifier(verifier, verifier_name=verifier_name, **view)
+    if form_of(config) == "nested" and verifier_name is None:
+        verifier_name = _object(_object(config, "speculators_config"), "verifier").get("name_or_path")
+    fields: dict[str, Any] = {**dict.fromkeys(_TOKEN_IDS), **assumptions(config), **view}
+    derived = DraftConfig.from_verifier(verifier, verifier_name=verifier_name, **fields)
+    return derived.replace(draft_vocab_size=fields["draft_vocab_size"])  # as the file says, not cut to this verifier's

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 from draft.config import DraftConfig
+from draft.tolerance import same
 from draft.weights import EMBEDDING, VERIFIER_ONLY
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _check_head(config: DraftConfig, head: VerifierHead) -> None:
         raise ValueError(f"the verifier head does not fit the draft: {'; '.join(wrong)}")
     mine = {"rms_norm_eps": config.rms_norm_eps, "num_layers": config.verifier.num_hidden_layers}
     for name, value in mine.items():
-        if head.description.get(name, value) != value:
+        if not same(head.description.get(name, value), value):
             raise ValueError(
                 f"{name} is {value} by the draft's configuration and {head.description[name]} by the verifier head: "
                 "they belong to different verifiers"

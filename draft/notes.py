@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from draft.jsonfile import read_json_object
+
 FILE_NAME = "headrace.json"
 
 
@@ -75,9 +77,9 @@ class ExportRecord(_Note):
     @classmethod
     def load(cls, path: Path) -> ExportRecord:
         """Read the record, or the `headrace.json` in a directory. Raises ValueError naming the file."""
-        path = path / FILE_NAME if path.is_dir() else path
+        path = path / FILE_NAME if path.is_dir() and path.name != FILE_NAME else path
+        data = read_json_object(path)
         try:
-            data = json.loads(path.read_text())
             if data.get("schema_version") != 1:
                 raise ValueError(f"schema_version {data.get('schema_version')!r} is not known here, expected 1")
             return cls.model_validate(data)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from draft.jsonfile import is_there, read_json_object
 
 # Keys of a rope description that a Llama-type draft and both of its runtimes (transformers in training, vLLM in
 # serving) understand alike. `partial_rotary_factor` is left out on purpose: transformers' Llama rotates the whole head
@@ -27,7 +29,27 @@ ROPE_KEYS = (
     "long_factor",
     "short_factor",
 )
+ROPE_NUMBERS = {*ROPE_KEYS} - {"rope_type", "truncate", "long_factor", "short_factor"}
 DEFAULT_ROPE_THETA = 10000.0  # what transformers' LlamaConfig assumes where a file says nothing
+
+
+# What is read of a verifier's configuration; one name of each group is enough.
+WANTED_FIELDS = (
+    ("hidden_size",),
+    ("intermediate_size",),
+    ("num_attention_heads",),
+    ("num_key_value_heads",),
+    ("num_hidden_layers",),
+    ("head_dim", "v_head_dim"),
+    ("vocab_size",),
+    ("hidden_act",),
+    ("rms_norm_eps",),
+    ("max_position_embeddings",),
+    ("rope_parameters", "rope_theta"),
+    ("bos_token_id",),
+    ("eos_token_id",),
+    ("pad_token_id",),
+)
 
 
 @dataclass(frozen=True)
@@ -61,14 +83,17 @@ class VerifierShape:
 def read_verifier(directory: Path | str) -> VerifierShape:
     """Describe the verifier in `directory` from its config.json, multimodal wrappers included.
 
-    Raises FileNotFoundError where there is no config.json and ValueError where a needed field is missing.
+    Raises FileNotFoundError where there is no config.json and ValueError where it cannot be read as a model's.
     """
     directory = Path(directory)
     config_file = directory / "config.json"
-    if not config_file.is_file():
+    if not is_there(config_file):
         raise FileNotFoundError(f"verifier {directory} has no config.json: give the directory of a Hugging Face model")
-    raw = json.loads(config_file.read_text())
-    text = _text_config(directory, raw)
+    raw = read_json_object(config_file)
+    try:
+        text = _text_config(directory, raw)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:  # whatever a broken file makes a parser raise
+        raise ValueError(f"{config_file} is no model configuration: {error}") from error
 
     def need(name: str) -> Any:
         if text.get(name) is None:
@@ -100,12 +125,19 @@ def read_verifier(directory: Path | str) -> VerifierShape:
 
 
 def _text_config(directory: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """The language model's configuration with transformers' defaults filled in; the raw one for unknown model types."""
+    """The language model's configuration, with transformers' defaults filled in where it leaves anything to them.
+
+    The raw one for unknown model types.
+    """
+    nested = raw.get("text_config")
+    nested = nested if isinstance(nested, dict) else raw
+    # Importing transformers takes longer than everything else here.
+    if all(any(name in nested for name in names) for names in WANTED_FIELDS):
+        return nested
+
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    nested = raw.get("text_config")
-    nested = nested if isinstance(nested, dict) else raw
     if raw.get("model_type") not in CONFIG_MAPPING:
         return nested
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -133,6 +165,10 @@ def normal_rope(config: dict[str, Any]) -> dict[str, Any]:
     Understands transformers 5 (`rope_parameters`, also nested by layer type), transformers 4 (`rope_theta` beside
     `rope_scaling` with `type` or `rope_type`) and both at once, where `rope_scaling` wins as it does in transformers.
     """
+    stated = [config.get(name) for name in ("rope_scaling", "rope_parameters")]
+    wrong = [value for value in stated if value is not None and not isinstance(value, dict)]
+    if wrong:
+        raise ValueError(f"rope_scaling and rope_parameters must be objects, not {wrong[0]!r}")
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     for layer_type in ("full_attention", "sliding_attention"):
         if isinstance(rope.get(layer_type), dict):
@@ -141,8 +177,14 @@ def normal_rope(config: dict[str, Any]) -> dict[str, Any]:
     if rope.get("rope_theta") is None:
         parameters = config.get("rope_parameters") or {}
         rope["rope_theta"] = config.get("rope_theta") or parameters.get("rope_theta") or DEFAULT_ROPE_THETA
+    theta = rope["rope_theta"]
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < math.inf:
+        raise ValueError(f"rope_theta must be a positive number, not {theta!r}")
     if rope["rope_type"] in ("mrope", "default"):
-        return {"rope_type": "default", "rope_theta": float(rope["rope_theta"])}
+        return {"rope_type": "default", "rope_theta": float(theta)}
     normal = {key: rope[key] for key in ROPE_KEYS if rope.get(key) is not None}
-    normal["rope_theta"] = float(normal["rope_theta"])
+    normal["rope_theta"] = float(theta)
+    for key in ROPE_NUMBERS & normal.keys():
+        if not isinstance(normal[key], int | float) or not math.isfinite(normal[key]):
+            raise ValueError(f"the rope's {key} must be a number, not {normal[key]!r}")
     return normal

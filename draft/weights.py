@@ -114,8 +114,9 @@ def implied_numbers(shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
     take("draft_vocab_size", "d2t", 0)
     take("vocab_size", "t2d", 0)
     take("vocab_size", EMBEDDING, 0)
-    if "fc.weight" in by_name and numbers.get("hidden_size"):
-        numbers["num_aux_layers"] = by_name["fc.weight"][-1] // numbers["hidden_size"]
+    hidden, fc = numbers.get("hidden_size"), by_name.get("fc.weight", ())
+    if hidden and len(fc) == 2 and fc[0] == hidden and fc[1] % hidden == 0:  # else fc itself is wrong
+        numbers["num_aux_layers"] = fc[1] // hidden
     numbers["num_hidden_layers"] = count_layers(by_name)
     return numbers
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from draft.acceptance import Interval
-    from draft.evaluate import DraftResult, EvaluationReport
+    from draft.evaluate import EvaluationReport
 
 
 def acceptance_chart(report: EvaluationReport, path: Path) -> None:
@@ -15,10 +15,17 @@ def acceptance_chart(report: EvaluationReport, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from draft.evaluate import short_names
+
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     lengths, rates = figure.subplots(1, 2)
-    names = [_name(result, report) for result in report.results]
+    called = short_names(result.draft for result in report.results)
+    several = len({result.num_draft_tokens for result in report.results}) > 1
+    names = [
+        f"{called[result.draft]}, K {result.num_draft_tokens}" if several else called[result.draft]
+        for result in report.results
+    ]
     values, errors = _bars([result.acceptance.acceptance_length for result in report.results])
     lengths.bar(names, values, yerr=errors, capsize=3, color=[f"C{number}" for number in range(len(names))])
     lengths.set_ylim(bottom=1)
@@ -38,15 +45,13 @@ def acceptance_chart(report: EvaluationReport, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _name(result: DraftResult, report: EvaluationReport) -> str:
-    name = Path(result.draft).name
-    several = len({other.num_draft_tokens for other in report.results}) > 1
-    return f"{name}, K {result.num_draft_tokens}" if several else name
-
-
 def _bars(intervals: list[Interval] | tuple[Interval, ...]) -> tuple[list[float], list[list[float]]]:
     """Heights, and what error bars reach below and above them."""
     values = [interval.value or 0.0 for interval in intervals]
-    below = [max(value - (interval.low or 0.0), 0.0) for value, interval in zip(values, intervals, strict=True)]
-    above = [max((interval.high or 0.0) - value, 0.0) for value, interval in zip(values, intervals, strict=True)]
+    lows = [value if interval.low is None else interval.low for value, interval in zip(values, intervals, strict=True)]
+    highs = [
+        value if interval.high is None else interval.high for value, interval in zip(values, intervals, strict=True)
+    ]
+    below = [max(value - low, 0.0) for value, low in zip(values, lows, strict=True)]
+    above = [max(high - value, 0.0) for value, high in zip(values, highs, strict=True)]
     return values, [below, above]

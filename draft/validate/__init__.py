@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from draft.validate.probe import EngineReport, Probe
+from draft.validate.probe import EngineReport, Probe, ProbeFailedError
 from draft.validate.result import CheckFailure, CheckResult, CheckSkipped, Status
 from draft.validate.subject import Subject
 from draft.verifier import read_verifier
@@ -22,6 +22,7 @@ def checks() -> dict[str, Check]:
     return {
         "files": files.check_files,
         "schema": files.check_schema,
+        "config": files.check_config,
         "transformers": files.check_transformers,
         "vllm_config": engine.check_vllm_config,
         "explicit": settings.check_explicit,
@@ -54,21 +55,26 @@ def validate(draft_dir: Path | str, verifier_dir: Path | str, dataset_uri: str |
     draft_dir, verifier_dir = Path(draft_dir), Path(verifier_dir)
     if not draft_dir.is_dir():
         raise FileNotFoundError(f"{draft_dir} is no directory: give a draft's directory")
-    verifier = read_verifier(verifier_dir)
     probe = Probe([(verifier_dir, draft_dir)])
     try:
-        # The checks that need no engine run while the probe imports vLLM.
+        # What needs no engine is done while the probe imports vLLM.
+        verifier = read_verifier(verifier_dir)
         early = Subject(draft_dir, verifier, None, dataset_uri)
         results = {r.name: r for r in run_checks(early, [name for name in checks() if name not in NEEDS_ENGINE])}
-        late = Subject(draft_dir, verifier, probe.reports()[0], dataset_uri)
+        try:
+            [report] = probe.reports()
+        except ProbeFailedError as error:  # a draft that takes vLLM's process down is a finding
+            report = EngineReport(config_error=str(error))
+        late = Subject(draft_dir, verifier, report, dataset_uri)
     finally:
         probe.close()
     results |= {r.name: r for r in run_checks(late, NEEDS_ENGINE)}
     return [results[name] for name in checks()]
 
 
-# layer_id_places also compares what both model runners read.
-NEEDS_ENGINE = ("vllm_config", "layer_id_places", "vllm_load")
+# layer_id_places also compares what both model runners read, rope the table that vLLM computes; transformers is
+# imported by the probe anyway.
+NEEDS_ENGINE = ("transformers", "vllm_config", "layer_id_places", "rope", "vllm_load")
 
 
 def run_checks(subject: Subject, names: Sequence[str] | None = None) -> list[CheckResult]:

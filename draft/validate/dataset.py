@@ -232,17 +232,15 @@ def _with_aux(columns: StateColumns, aux: Sequence[int]) -> StateColumns:
 def _build_model(subject: Subject, config: DraftConfig, snapshot: Snapshot) -> Eagle3DraftModel:
     """The draft as the speculators library runs it, with the verifier head of the data set."""
     from draft.model import build_training_model, load_head
-    from draft.weights import EMBEDDING
 
     with tempfile.TemporaryDirectory(prefix="headrace-head-") as directory:
         head = load_head(snapshot.fetch_head(Path(directory)))
-        # Published drafts print the same epsilon with other digits.
-        epsilon = head.description.get("rms_norm_eps")
-        if epsilon is not None and math.isclose(epsilon, config.rms_norm_eps, rel_tol=1e-5):
-            config = config.replace(rms_norm_eps=epsilon)
         model = build_training_model(config, head, _mapping(subject, config))
     tensors = {name: subject.tensor(name) for name in subject.canonical_headers if name not in ("d2t", "t2d")}
-    tensors.pop(EMBEDDING, None)
+    expected = config.tensor_shapes(embedding=True)
+    misshapen = [name for name, tensor in tensors.items() if tuple(tensor.shape) != expected.get(name)]
+    if misshapen:
+        raise CheckSkipped(f"of another shape than config.json implies: {', '.join(misshapen)}", "see `shapes`")
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     lacking = [name for name in missing if name in config.tensor_shapes() and name not in ("d2t", "t2d")]
     if lacking or unexpected:
@@ -254,7 +252,7 @@ def _mapping(subject: Subject, config: DraftConfig) -> VocabMapping | None:
     """The mapping as engines use it: from d2t alone."""
     if not config.uses_draft_vocab:
         return None
-    d2t = subject.tensor("d2t").numpy()
+    d2t = subject.integers("d2t")
     return mapping_from_targets(np.arange(len(d2t)) + d2t, config.vocab_size)
 
 

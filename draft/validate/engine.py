@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from draft.decoder import LLAMA_ARCHITECTURES
+from draft.tolerance import same
 from draft.validate.result import CheckFailure, CheckSkipped
 from draft.validate.subject import Subject
-
-KNOWN_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 
 def check_vllm_config(subject: Subject) -> str:
@@ -13,7 +13,7 @@ def check_vllm_config(subject: Subject) -> str:
     report = subject.engine_report()
     if report.config_error is not None:
         raise CheckFailure(f"vLLM {report.vllm_version} refuses it: {report.config_error}", "mend config.json")
-    if report.architecture not in KNOWN_ARCHITECTURES:
+    if report.architecture not in LLAMA_ARCHITECTURES:
         raise CheckFailure(
             f"vLLM takes it for {report.architecture}, not for an EAGLE-3 draft", "set architectures and model_type"
         )
@@ -21,7 +21,7 @@ def check_vllm_config(subject: Subject) -> str:
     wrong = [
         f"{name} as {value}, config.json means {expected[name]}"
         for name, value in report.parsed.items()
-        if name in expected and value is not None and value != expected[name] and name != "rope_parameters"
+        if name in expected and value is not None and name != "rope_parameters" and not same(value, expected[name])
     ]
     if wrong:
         raise CheckFailure(f"vLLM reads {'; '.join(wrong)}", "write the fields where vLLM looks for them")
@@ -38,6 +38,8 @@ def check_vllm_load(subject: Subject) -> str:
     problems = []
     if report.unfilled:
         problems.append(f"loads silently without {', '.join(report.unfilled)}")
+    if report.ignored:
+        problems.append(f"passes over {', '.join(report.ignored)}")
     if report.altered:
         problems.append(f"loads silently something else than the file: {'; '.join(report.altered)}")
     if problems:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
 from draft.checkpoint import describe_file
 from draft.config import FILE_NAME as CONFIG_NAME
 from draft.config import DraftConfig
+from draft.decoder import find_foreign_parts
+from draft.formats import from_engine
+from draft.jsonfile import is_there
 from draft.notes import FILE_NAME as RECORD_NAME
 from draft.notes import ExportRecord
 from draft.validate.result import CheckFailure, CheckSkipped
@@ -27,7 +30,7 @@ def check_files(subject: Subject) -> str:
         raise CheckFailure(f"pickled files lie beside the weights: {', '.join(pickles)}", "remove them")
     recorded = _recorded_digests(subject)
     for name, expected in recorded.items():
-        path = subject.directory / name
+        path = subject.directory / Path(name).name  # names in a record are data: none leads out of the directory
         found = describe_file(path) if path.is_file() else None
         if found != expected:
             raise CheckFailure(f"{name} is not the file that {RECORD_NAME} recorded at export", COPY_AGAIN)
@@ -36,22 +39,21 @@ def check_files(subject: Subject) -> str:
 
 
 def _recorded_digests(subject: Subject) -> dict[str, dict[str, object]]:
-    path = subject.directory / RECORD_NAME
     try:
-        files = json.loads(path.read_text())["files"] if path.is_file() else {}
-    except (ValueError, KeyError, TypeError):
+        record = subject.record
+    except CheckSkipped:
         return {}  # the check `schema` reports it
-    return files if isinstance(files, dict) else {}
+    return record.files if record is not None else {}
 
 
 def check_schema(subject: Subject) -> str:
     """Our own files parse: draft_config.json and headrace.json."""
     seen: list[str] = []
     try:
-        if (subject.directory / CONFIG_NAME).is_file():
+        if is_there(subject.directory / CONFIG_NAME):
             DraftConfig.load(subject.directory / CONFIG_NAME)
             seen.append(CONFIG_NAME)
-        if (subject.directory / RECORD_NAME).is_file():
+        if is_there(subject.directory / RECORD_NAME):
             ExportRecord.load(subject.directory / RECORD_NAME)
             seen.append(RECORD_NAME)
     except ValueError as error:
@@ -61,19 +63,30 @@ def check_schema(subject: Subject) -> str:
     return f"{' and '.join(seen)} parse"
 
 
+def check_config(subject: Subject) -> str:
+    """config.json describes a possible draft, of the kind that is trained, exported and validated here."""
+    foreign = find_foreign_parts(subject.config)
+    if foreign:
+        raise CheckFailure(
+            f"not a draft with plain Llama layers: {'; '.join(foreign)}",
+            "engines may serve it, but training and these checks know Llama-type EAGLE-3 drafts only",
+        )
+    try:
+        from_engine(subject.config, subject.verifier)
+    except ValueError as error:
+        raise CheckFailure(str(error), "mend config.json: `headrace draft export` writes a sound one") from error
+    return "a Llama-type EAGLE-3 draft"
+
+
 def check_transformers(subject: Subject) -> str:
     """The configuration parses with transformers (flat) or the speculators library (nested)."""
     config = subject.config
     remedy = "compare with a sound file: `headrace draft check`"
     if subject.form == "flat":
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoConfig
-
-        try:
-            parsed = AutoConfig.from_pretrained(subject.directory, trust_remote_code=False)
-        except (ValueError, TypeError, KeyError, OSError, StrictDataclassError) as error:
-            raise CheckFailure(f"transformers.AutoConfig: {error}", remedy) from error
-        return f"transformers reads {type(parsed).__name__}"
+        report = subject.engine_report()
+        if report.transformers_error is not None:
+            raise CheckFailure(f"transformers.AutoConfig: {report.transformers_error}", remedy)
+        return f"transformers reads {report.transformers_class}"
     # The library fills these with defaults of another model family; vLLM does not.
     missing = [name for name in ("speculators_config", "transformer_layer_config") if not config.get(name)]
     if missing:

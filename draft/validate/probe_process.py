@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -10,17 +11,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.device import DeviceConfig
 from vllm.config.load import LoadConfig
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
+from vllm.model_executor.models import ModelRegistry
 from vllm.version import __version__ as vllm_version
 
+from draft.formats import form_of, from_engine
+from draft.jsonfile import read_json_object
 from draft.serve import METHOD
 from draft.tensorfiles import read_headers, read_tensor
 from draft.validate.probe import EngineReport
+from draft.verifier import read_verifier
 from draft.weights import vllm_name
 
 # What Eagle3LlamaForCausalLM and its layers read out of the configuration.
@@ -43,9 +50,23 @@ PARSED_FIELDS = (
 )
 # How vLLM stacks projections: parameter part -> checkpoint parts in order.
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+DRAFT_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 UNTOUCHED_ID = -(2**40)
 # Short: nothing is run, and rotary tables are built for this many positions.
 MAX_MODEL_LEN = 2048
+
+
+def register_models(verifier: str) -> None:
+    """Give vLLM's registry the classes of the pair.
+
+    Left alone it imports each of them in a process of its own to see what it supports, seven seconds apiece, unless an
+    earlier run on this machine has noted it.
+    """
+    named = read_json_object(Path(verifier) / "config.json").get("architectures") or []
+    for name in (*DRAFT_ARCHITECTURES, *named):
+        known = ModelRegistry.models.get(name)
+        if known is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())
 
 
 def read_configs(verifier: str, draft: str) -> tuple[ModelConfig, ParallelConfig, SpeculativeConfig]:
@@ -81,8 +102,8 @@ def layer_ids(speculative_config: SpeculativeConfig) -> tuple[list[int] | None, 
     return (list(v1) if v1 else None, list(v2) if v2 else None)
 
 
-def load_draft(vllm_config: VllmConfig, draft: Path) -> tuple[list[str], list[str]]:
-    """Build the draft and load its weights with vLLM's loader; returns unfilled and altered parameters.
+def load_draft(vllm_config: VllmConfig, draft: Path) -> dict[str, Any]:
+    """Build the draft and load its weights with vLLM's loader; returns the report's fields on what came of it.
 
     Stops before vLLM packs weights for its kernels, so that parameters can be compared with the file.
     """
@@ -102,6 +123,8 @@ def load_draft(vllm_config: VllmConfig, draft: Path) -> tuple[list[str], list[st
         parameter.data.fill_(torch.nan if parameter.is_floating_point() else UNTOUCHED_ID)
     loader.load_weights(model, model_config)
     in_file = {vllm_name(name): header for name, header in read_headers(draft).items()}
+    in_file.pop(None, None)  # t2d
+    ignored = set(in_file) - {source for name in parameters for source in _sources(name)}
     unfilled, altered = [], []
     for name, parameter in parameters.items():
         data = parameter.data
@@ -117,7 +140,33 @@ def load_draft(vllm_config: VllmConfig, draft: Path) -> tuple[list[str], list[st
         unfilled = [name for name in unfilled if "embed_tokens" not in name]
     # vLLM makes a hidden_norm in every decoder layer and uses the first one's.
     unfilled = [name for name in unfilled if not ("hidden_norm" in name and ".layers.0." not in name)]
-    return unfilled, altered
+    return {
+        "unfilled": unfilled,
+        "altered": altered,
+        "ignored": sorted(ignored),
+        "rope_difference": compare_rope(model, Path(vllm_config.model_config.model), draft),
+    }
+
+
+def compare_rope(model: Any, verifier: Path, draft: Path) -> float | None:
+    """The largest difference between the rotations that the built draft serves with and those that it trains with.
+
+    None where config.json describes no draft that could be trained, or where vLLM keeps no table of that kind.
+    """
+    try:
+        config = from_engine(read_json_object(draft / "config.json"), read_verifier(verifier))
+    except ValueError:
+        return None
+    served = getattr(model.model.layers[0].self_attn.rotary_emb, "cos_sin_cache", None)
+    if served is None:
+        return None
+    decoder = LlamaConfig(**{key: value for key, value in config.to_flat().items() if key != "rope_scaling"})
+    positions = torch.tensor([[0, 1, 2, 17, 300, MAX_MODEL_LEN - 1]])
+    cos, sin = LlamaRotaryEmbedding(decoder)(torch.zeros(1, dtype=torch.float32), positions)
+    half = config.head_dim // 2
+    trained = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
+    table = served[positions[0]].float()
+    return float((table - trained).abs().max()) if table.shape == trained.shape else float("inf")
 
 
 def _holds(data: torch.Tensor, expected: torch.Tensor, *, padded: bool) -> bool:
@@ -134,8 +183,21 @@ def _sources(parameter: str) -> list[str]:
     return [parameter]
 
 
-def probe(verifier: str, draft: str) -> EngineReport:
+def read_with_transformers(draft: Path) -> dict[str, str]:
+    """What transformers makes of a flat config.json: the report's fields on it."""
     try:
+        if form_of(read_json_object(draft / "config.json")) == "nested":
+            return {}
+        return {"transformers_class": type(AutoConfig.from_pretrained(draft, trust_remote_code=False)).__name__}
+    except Exception as error:  # noqa: BLE001 (whatever transformers raises here is the finding)
+        return {"transformers_error": _describe(error)}
+
+
+def probe(verifier: str, draft: str) -> EngineReport:
+    fields: dict[str, Any] = {"vllm_version": vllm_version}
+    fields |= read_with_transformers(Path(draft))  # before vLLM registers configurations of its own
+    try:
+        register_models(verifier)
         model_config, parallel_config, speculative_config = read_configs(verifier, draft)
         vllm_config = VllmConfig(
             model_config=model_config,
@@ -144,11 +206,10 @@ def probe(verifier: str, draft: str) -> EngineReport:
             device_config=DeviceConfig(device="cpu"),
         )
     except Exception as error:  # noqa: BLE001 (whatever vLLM raises here is the finding)
-        return EngineReport(vllm_version=vllm_version, config_error=_describe(error))
+        return EngineReport(**fields, config_error=_describe(error))
     hf_config = speculative_config.draft_model_config.hf_config
     v1, v2 = layer_ids(speculative_config)
-    fields: dict[str, Any] = {
-        "vllm_version": vllm_version,
+    fields |= {
         "architecture": speculative_config.draft_model_config.architectures[0],
         "parsed": {name: getattr(hf_config, name, None) for name in PARSED_FIELDS},
         "layer_ids_v1": v1,
@@ -157,10 +218,10 @@ def probe(verifier: str, draft: str) -> EngineReport:
     try:
         with set_current_vllm_config(vllm_config):
             _initialize_groups()
-            unfilled, altered = load_draft(vllm_config, Path(draft))
+            loaded = load_draft(vllm_config, Path(draft))
     except Exception as error:  # noqa: BLE001 (whatever vLLM raises here is the finding)
         return EngineReport(**fields, load_error=_describe(error))
-    return EngineReport(**fields, unfilled=unfilled, altered=altered)
+    return EngineReport(**fields, **loaded)
 
 
 def _initialize_groups() -> None:
@@ -186,6 +247,7 @@ def main() -> None:
     torch.set_num_threads(1)
     reports = [probe(verifier, draft).to_json() for verifier, draft in pairs]
     answer_file.write_text(json.dumps(reports, default=str))
+    os._exit(0)  # taking the interpreter down in good order takes another second
 
 
 if __name__ == "__main__":

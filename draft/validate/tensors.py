@@ -33,6 +33,8 @@ def check_names(subject: Subject) -> str:
     extra = sorted(found[name] for name in set(found) - expected - allowed)
     if missing:
         problems.append(f"missing (vLLM loads without them silently): {', '.join(missing)}")
+        if "lm_head.weight" in missing and not subject.implied_config.uses_draft_vocab:
+            problems.append("for lm_head vLLM takes the verifier's, SGLang random numbers")
     if extra:
         why = " (held for training only)" if set(extra) & set(VERIFIER_ONLY) else ""
         problems.append(f"no parameter of this draft{why}: {', '.join(extra)}")
@@ -79,8 +81,8 @@ def check_vocab_map(subject: Subject) -> str:
         if subject.implied_config.uses_draft_vocab:
             raise CheckSkipped("there is no d2t", "see the check `names`")
         return "the draft proposes from the whole vocabulary"
-    d2t = subject.tensor("d2t").numpy()
-    t2d = subject.tensor("t2d").numpy().astype(np.bool_) if "t2d" in names else None
+    d2t = subject.integers("d2t")
+    t2d = (subject.tensor("t2d") != 0).numpy() if "t2d" in names else None
     faults = find_mapping_faults(d2t, t2d, subject.verifier.vocab_size)
     if faults:
         raise CheckFailure(

@@ -17,7 +17,10 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be rewritten")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the result as one JSON object")] = False,
 ) -> None:
-    """Merge small shards and sample files of neighbouring units. Readers of older snapshots go on until gc runs."""
+    """Merge small shards and sample files of neighbouring units. Readers of older snapshots go on until gc runs.
+
+    A second run right after it finds nothing to do. --dry-run shows the first round of rewriting, which is most of it.
+    """
     from rich.console import Console
     from rich.filesize import decimal
     from rich.progress import Progress

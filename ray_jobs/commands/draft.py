@@ -90,7 +90,9 @@ def export_draft(
     output: Annotated[Path, typer.Argument(help="directory to make")],
     form: Annotated[Form, typer.Option(help="flat: vLLM and SGLang; nested: speculators, vLLM")] = Form.flat,
     engine: Annotated[Engine, typer.Option(help="whose counting of layers eagle_config follows")] = Engine.vllm,
-    embedding: Annotated[bool, typer.Option("--embedding", help="include the verifier's embedding")] = False,
+    embedding: Annotated[
+        bool | None, typer.Option(help="with an embedding of its own; default: if the checkpoint holds one")
+    ] = None,
     head: Annotated[Path | None, typer.Option(help="verifier head to take the embedding from")] = None,
     verifier_name: Annotated[str | None, typer.Option(help="name of the verifier to write into the files")] = None,
     acceptance: Annotated[
@@ -103,7 +105,7 @@ def export_draft(
     measured = None
     if acceptance is not None:
         from draft.evaluate import acceptance_notes
-        from draft.formats import read_json_object
+        from draft.jsonfile import read_json_object
 
         measured = acceptance_notes(read_json_object(acceptance))
     directory = export(
@@ -124,11 +126,14 @@ def import_draft(
     draft: Annotated[Path, typer.Argument(help="directory of a draft, flat or nested")],
     output: Annotated[Path, typer.Argument(help="training checkpoint to make")],
     verifier: Annotated[Path, typer.Option("--verifier", help="directory of the verifier; only config.json is read")],
+    engine: Annotated[
+        Engine, typer.Option(help="for whom a foreign draft was made: SGLang counts layers in eagle_config one less")
+    ] = Engine.vllm,
 ) -> None:
     """Turn a draft, ours or a published one, into a training checkpoint."""
     from draft.importing import import_draft
 
-    typer.echo(str(import_draft(draft, verifier, output)))
+    typer.echo(str(import_draft(draft, verifier, output, engine=engine.value)))
 
 
 @app.command()

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from gen.config import VerifierConfig
 
 
+CHART_SUFFIXES = (".png", ".svg", ".pdf")
+
+
 def command(
     drafts: Annotated[list[Path], typer.Argument(help="directories of exported drafts; several are compared")],
     verifier: Annotated[str, typer.Option(help="directory of the verifier, or `embedded`")],
@@ -32,34 +35,41 @@ def command(
     """Measure acceptance of drafts in vLLM: per position, acceptance length, by category, with 95 % intervals."""
     lengths = _numbers(num_draft_tokens)
     arguments = _json_object(engine_args)
+    if chart is not None and chart.suffix not in CHART_SUFFIXES:
+        raise ValueError(f"--chart {chart} must end in {', '.join(CHART_SUFFIXES)}")
 
+    from draft.engine_run import EngineFailedError
     from draft.evaluate import evaluate
     from gen.config import VerifierConfig
+    from ray_jobs.errors import JobError
     from ray_jobs.progress import stage
 
     config = VerifierConfig(model=verifier)
     rows = read_evaluation_prompts(config, prompts, limit=limit)
-    with stage("evaluate") as bar:
-        report = evaluate(
-            drafts,
-            config.directory(),
-            rows,
-            log_dir=log_dir,
-            num_draft_tokens=lengths,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            baseline=baseline,
-            engine_args=arguments,
-            progress=lambda done, total, note: bar.update(done, total=total, note=note),
-        )
-    if chart is not None:
-        from ray_jobs.charts import acceptance_chart
-
-        acceptance_chart(report, chart)
+    try:
+        with stage("evaluate") as bar:
+            report = evaluate(
+                drafts,
+                config.directory(),
+                rows,
+                log_dir=log_dir,
+                num_draft_tokens=lengths,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                baseline=baseline,
+                engine_args=arguments,
+                progress=lambda done, total, note: bar.update(done, total=total, note=note),
+            )
+    except EngineFailedError as error:
+        raise JobError(str(error)) from error
     if as_json:
         print(json.dumps(report.to_json()))
     else:
         print_report(report)
+    if chart is not None:
+        from ray_jobs.charts import acceptance_chart
+
+        acceptance_chart(report, chart)
 
 
 def read_evaluation_prompts(
@@ -97,9 +107,12 @@ def print_report(report: EvaluationReport) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from draft.evaluate import short_names
+
     console = Console()
     results = report.results
-    names = [escape(f"{Path(result.draft).name}, K {result.num_draft_tokens}") for result in results]
+    called = short_names(result.draft for result in results)
+    names = [escape(f"{called[result.draft]}, K {result.num_draft_tokens}") for result in results]
     measured = [result.acceptance for result in results]
     longest = max(result.num_draft_tokens for result in results)
 
@@ -118,7 +131,7 @@ def print_report(report: EvaluationReport) -> None:
         table.add_row(label, *(str(group.acceptance_length) for group in groups))
     differences = [result.length_difference for result in results]
     if any(difference is not None for difference in differences):
-        label = f"length minus {escape(Path(results[0].draft).name)}'s"
+        label = f"length minus {escape(called[results[0].draft])}'s"
         table.add_row(label, *("" if difference is None else str(difference) for difference in differences))
     if report.baseline is not None:
         times = [(result.output_tokens, result.generate_s, result.speed_up) for result in results]

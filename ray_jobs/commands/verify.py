@@ -54,6 +54,8 @@ def command(
             seen += f", {report.num_samples:,} samples read"
         verdict = "sound" if report.is_sound else "DAMAGED"
         console.print(f"{report.uri} version {report.version}: {verdict} ({seen})")
+        if retired := notices.pop("retired", 0):
+            console.print(f"not checked: {retired:,} files that expired or were replaced while this ran")
         if notices:
             left = ", ".join(f"{count:,} {kind}" for kind, count in sorted(notices.items()))
             console.print(f"left over, for `headrace gc`: {left}")

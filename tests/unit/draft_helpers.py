@@ -95,10 +95,11 @@ def random_tensors(config: DraftConfig, seed: int = 0, dtype: torch.dtype = torc
         is_norm = len(shape) == 1 and "norm" in name
         tensors[name] = (1 + 0.1 * noise if is_norm else 0.02 * noise).to(dtype)
     if config.uses_draft_vocab:
+        special = min(16, config.draft_vocab_size)
         others = np.random.default_rng(seed).choice(
-            np.arange(16, config.vocab_size), config.draft_vocab_size - 16, replace=False
+            np.arange(special, config.vocab_size), config.draft_vocab_size - special, replace=False
         )
-        mapping = mapping_from_targets(np.sort(np.concatenate([np.arange(16), others])), config.vocab_size)
+        mapping = mapping_from_targets(np.sort(np.concatenate([np.arange(special), others])), config.vocab_size)
         tensors["d2t"], tensors["t2d"] = torch.from_numpy(mapping.d2t), torch.from_numpy(mapping.t2d)
     return tensors
 

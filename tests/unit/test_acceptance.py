@@ -11,8 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft.acceptance import AcceptanceCounts, Interval, length_difference, measure
+from draft.config import DraftConfig
 from draft.engine_run import EngineAnswer, EngineFailedError, EngineRequest, engine_environment, run_engine
-from draft.evaluate import EvaluationPrompt, EvaluationReport, _differences, _result, acceptance_notes, evaluate
+from draft.evaluate import (
+    EvaluationPrompt,
+    EvaluationReport,
+    _differences,
+    _result,
+    acceptance_notes,
+    evaluate,
+    short_names,
+)
 
 
 def counts(*histogram: int, num_draft_tokens: int | None = None) -> AcceptanceCounts:
@@ -40,15 +49,46 @@ def test_length_is_one_plus_the_position_rates(prompts):
     rates = [rate.value or 0.0 for rate in measured.position_rates]
     assert rates == sorted(rates, reverse=True)
     assert measured.acceptance_length.value == pytest.approx(1 + sum(rates))
-    for interval in (*measured.position_rates, measured.acceptance_length):
+    for interval in (*measured.position_rates, measured.acceptance_length) if len(prompts) > 1 else ():
         assert interval.low <= interval.value + 1e-9
         assert interval.value <= interval.high + 1e-9
 
 
-def test_prompts_that_agree_have_no_width_and_a_single_prompt_neither():
-    for prompts in ([counts(1, 2, 3)] * 9, [counts(1, 2, 3)]):
-        length = measure(prompts).acceptance_length
-        assert length.low == length.value == length.high
+def test_prompts_that_agree_have_no_width_and_a_single_prompt_no_interval():
+    length = measure([counts(1, 2, 3)] * 9).acceptance_length
+    assert length.low == length.value == length.high == pytest.approx(1 + 8 / 6)
+    alone = measure([counts(1, 2, 3)])
+    assert (alone.acceptance_length.low, alone.acceptance_length.high) == (None, None)
+    assert str(alone.acceptance_length) == "2.333"
+    assert str(alone.position_rates[1]) == "0.500"
+
+
+def test_an_interval_is_what_resampling_prompts_by_hand_gives():
+    """The same percentiles from draws of whole prompts, one after another, for prompts of very different weight."""
+    generator = np.random.default_rng(11)
+    drafts = generator.integers(5, 80, size=64)
+    accepted = generator.binomial(drafts, generator.beta(2, 3, size=64))
+    length = measure(
+        [counts(int(n - yes), int(yes)) for n, yes in zip(drafts, accepted, strict=True)]
+    ).acceptance_length
+    lengths = []
+    for _ in range(4000):
+        drawn = generator.integers(0, 64, size=64)
+        lengths.append(1 + accepted[drawn].sum() / drafts[drawn].sum())
+    low, high = np.quantile(lengths, [0.0225, 0.9775])  # 0.025 expanded for 64 prompts
+    assert length.low == pytest.approx(low, abs=0.006)
+    assert length.high == pytest.approx(high, abs=0.006)
+
+
+@pytest.mark.parametrize(("num_prompts", "least"), [(5, 0.86), (10, 0.88)])
+def test_few_prompts_get_wider_intervals(num_prompts, least):
+    generator = np.random.default_rng(num_prompts)
+    hits, trials = 0, 150
+    for _ in range(trials):
+        accepted = generator.binomial(30, generator.beta(2, 4, size=num_prompts))
+        length = measure([counts(30 - int(yes), int(yes)) for yes in accepted]).acceptance_length
+        hits += length.low <= 1 + 2 / 6 <= length.high
+    assert hits / trials > least
 
 
 def test_intervals_cover_the_truth_where_drafts_of_a_prompt_are_alike():
@@ -153,6 +193,62 @@ def test_arguments_are_checked_before_an_engine_starts(tmp_path, options, messag
     with pytest.raises(ValueError, match=message):
         evaluate([tmp_path], tmp_path, log_dir=tmp_path / "logs", **arguments)
     assert not (tmp_path / "logs").exists()
+
+
+VERIFIER = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 8,
+    "vocab_size": 64,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 100,
+    "rope_theta": 10000.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (
+            {},
+            {"prompts": [*PROMPTS, EvaluationPrompt([1] * 90, "long")]},
+            r"1 prompt.*max_model_len 100: long \(90 tokens\)",
+        ),
+        ({}, {"engine_args": {"max_model_len": 12}}, r"3 prompt.*max_model_len 12"),
+        ({"hidden_size": 48}, {}, r"verifier_fit: hidden_size is 48, the verifier's is 32"),
+        ({"vocab_size": 65}, {}, "verifier_fit: vocab_size is 65"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, {}, "layer_ids: .*8 layers"),
+        ({"kv_lora_rank": 512}, {}, "config: .*latent attention"),
+    ],
+)
+def test_what_cannot_work_is_found_before_the_verifier_is_loaded(tmp_path, change, options, message):
+    verifier = tmp_path / "verifier"
+    verifier.mkdir()
+    (verifier / "config.json").write_text(json.dumps(VERIFIER))
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    config = DraftConfig.from_verifier(verifier, draft_vocab_size=32).to_flat() | change
+    (draft / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        evaluate([draft], verifier, log_dir=tmp_path / "logs", **({"prompts": PROMPTS, "max_tokens": 16} | options))
+    assert not (tmp_path / "logs").exists()
+
+
+def test_drafts_of_the_same_name_are_told_apart():
+    assert short_names(["runs/a/draft", "runs/b/draft"]) == {
+        "runs/a/draft": "a/draft",
+        "runs/b/draft": "b/draft",
+    }
+    assert short_names(["/x/one", "/x/two", "/x/one"]) == {"/x/one": "one", "/x/two": "two"}
 
 
 def test_a_directory_that_is_no_draft_is_named(tmp_path):

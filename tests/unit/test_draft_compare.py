@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from draft.compare import collect_statements, find_disagreements, implied_by_weights
 from draft.config import DraftConfig
 from draft.export import export
+from draft.tolerance import same
 from ray_jobs.commands.draft import app
 
 
@@ -90,6 +91,28 @@ def test_omitted_norm_before_residual_means_two_things(drafts: Path) -> None:
 def test_numbers_that_json_prints_differently_agree(drafts: Path) -> None:
     edit_config(drafts / "flat", lambda data: data.update(rms_norm_eps=1e-5, rope_theta=100000))
     assert disagreements(drafts / "flat") == {}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "equal"),
+    [
+        (1e-5, 9.999999747378752e-06, True),
+        (1e-5, 1e-6, False),
+        (64, 64.0, True),
+        (64, 65, False),
+        (50000.0, 50001, False),
+        (1, True, False),
+        ({"factor": 64}, {"factor": 64.0}, True),
+        ({"factor": 64}, {"factor": 64.0, "beta_fast": 32}, False),
+        ([2, 30, 58], (2, 30, 58), True),
+        ([2, 30, 58], [2, 30], False),
+        ("silu", "silu", True),
+        (float("nan"), float("nan"), False),
+    ],
+)
+def test_what_counts_as_the_same_value(left: object, right: object, equal: bool) -> None:
+    assert same(left, right) is equal
+    assert same(right, left) is equal
 
 
 def test_number_of_layer_ids_against_fc(drafts: Path) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from draft_helpers import NOTES, edit_config, edit_tensors, make_checkpoint, random_tensors, small_config
+from draft_strategies import draft_configs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from draft.checkpoint import MARKER_NAME, MODEL_NAME, is_complete, read_checkpoint
@@ -19,7 +24,8 @@ from draft.formats import Form
 from draft.importing import import_draft
 from draft.notes import Acceptance, ExportRecord
 from draft.serve import serve_command
-from draft.tensorfiles import read_canonical, read_headers
+from draft.tensorfiles import INDEX_NAME, read_canonical, read_headers, weight_files
+from draft.verifier import VerifierShape
 
 FORMS: tuple[Form, Form] = ("flat", "nested")
 
@@ -140,6 +146,49 @@ def test_export_import_export_is_exact(tmp_path: Path, verifier_dir: Path, check
     assert (third / "config.json").read_bytes() == (first / "config.json").read_bytes()
 
 
+def write_verifier(directory: Path, shape: VerifierShape) -> Path:
+    """A verifier's directory as far as importing reads it."""
+    directory.mkdir()
+    data = {**asdict(shape), "architectures": list(shape.architectures), "model_type": "unheard_of"}
+    (directory / "config.json").write_text(json.dumps(data))
+    return directory
+
+
+@settings(max_examples=25, deadline=None)
+@given(draft_configs(), st.sampled_from(FORMS), st.booleans(), st.booleans())
+def test_round_trips_are_exact_for_any_draft(
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: tuple[DraftConfig, VerifierShape],
+    form: Form,
+    embedding: bool,
+    foreign: bool,
+) -> None:
+    """Every byte of every tensor and every field, over both forms and back; without our own files as well."""
+    config, shape = drawn
+    root = tmp_path_factory.mktemp("trip")
+    other: Form = "nested" if form == "flat" else "flat"
+    verifier = write_verifier(root / "verifier", shape)
+    config = config.replace(verifier={**config.verifier.model_dump(), "name_or_path": str(verifier)})
+    dtype = getattr(torch, config.dtype)
+    tensors = random_tensors(config, dtype=dtype)
+    if embedding:
+        tensors["embed_tokens.weight"] = torch.randn(config.vocab_size, config.hidden_size).to(dtype)
+    first = export(make_checkpoint(root / "c", config, tensors), root / "first", form)
+    there = Path(shutil.copytree(first, root / "there"))
+    if foreign:
+        (there / "draft_config.json").unlink()
+        (there / "headrace.json").unlink()
+    crossed = export(import_draft(there, verifier, root / "c1"), root / "crossed", other)
+    back = import_draft(crossed, verifier, root / "c2")
+    assert read_checkpoint(back).config == config
+    held = read_checkpoint(back).tensors()
+    assert held.keys() == tensors.keys()
+    assert all(held[name].dtype == tensor.dtype and torch.equal(held[name], tensor) for name, tensor in tensors.items())
+    last = export(back, root / "last", form)
+    for name in (MODEL_NAME, "config.json", "draft_config.json"):
+        assert (first / name).read_bytes() == (last / name).read_bytes(), name
+
+
 def test_import_of_a_foreign_flat_draft(
     tmp_path: Path, verifier_dir: Path, config: DraftConfig, checkpoint: Path
 ) -> None:
@@ -178,12 +227,17 @@ def test_export_refuses_what_cannot_be_served(tmp_path: Path, config: DraftConfi
     assert not (tmp_path / "out").exists()
 
 
-def test_embedding_is_optional_and_comes_from_the_head(tmp_path: Path, config: DraftConfig, checkpoint: Path) -> None:
+def test_embedding_is_optional_and_comes_from_the_head(
+    tmp_path: Path, config: DraftConfig, checkpoint: Path, verifier_dir: Path
+) -> None:
     with pytest.raises(ValueError, match="holds no embedding"):
         export(checkpoint, tmp_path / "out", embedding=True)
     embedding = torch.randn(config.vocab_size, config.hidden_size)
     save_file({"embed_tokens.weight": embedding}, tmp_path / "head.safetensors")
     out = export(checkpoint, tmp_path / "out", "nested", embedding=True, head=tmp_path / "head.safetensors")
+    assert "embed_tokens.weight" not in read_headers(
+        export(import_draft(out, verifier_dir, tmp_path / "kept"), tmp_path / "without", embedding=False)
+    )
     assert torch.equal(read_canonical(read_headers(out))["embed_tokens.weight"], embedding.to(torch.bfloat16))
     save_file({"embed_tokens.weight": embedding[:-1]}, tmp_path / "short.safetensors")
     with pytest.raises(ValueError, match="the draft needs"):
@@ -210,3 +264,28 @@ def test_serve_line_is_one_shell_command(tmp_path: Path, checkpoint: Path) -> No
     assert json.loads(shlex.split(serve_command(out, "v", num_speculative_tokens=5))[4])["num_speculative_tokens"] == 5
     with pytest.raises(ValueError, match="positive"):
         serve_command(out, "v", num_speculative_tokens=0)
+
+
+def test_which_files_hold_the_weights(tmp_path: Path) -> None:
+    """As vLLM reads a directory: all safetensors, or those that an index lists."""
+    with pytest.raises(FileNotFoundError, match=r"has no .*safetensors file$"):
+        weight_files(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(FileNotFoundError, match=r"only pytorch_model\.bin: save the tensors as safetensors"):
+        weight_files(tmp_path)
+    for number in (1, 2):
+        save_file({f"t{number}": torch.ones(2)}, tmp_path / f"part-{number}.safetensors")
+    assert set(read_headers(tmp_path)) == {"t1", "t2"}
+    index = tmp_path / INDEX_NAME
+    index.write_text(json.dumps({"weight_map": {"t2": "part-2.safetensors"}}))
+    assert set(read_headers(tmp_path)) == {"t2"}
+    index.write_text(json.dumps({"weight_map": {"t2": "part-2.safetensors", "t3": "part-3.safetensors"}}))
+    with pytest.raises(ValueError, match=r"not there: part-3\.safetensors"):
+        read_headers(tmp_path)
+    index.write_text(json.dumps({"weight_map": []}))
+    with pytest.raises(ValueError, match="no weight_map"):
+        read_headers(tmp_path)
+    index.unlink()
+    save_file({"t1": torch.ones(2)}, tmp_path / "part-3.safetensors")
+    with pytest.raises(ValueError, match=r"t1 is in part-1\.safetensors and in part-3\.safetensors"):
+        read_headers(tmp_path)

@@ -102,6 +102,7 @@ def test_heads_and_vocabularies_of_other_verifiers_are_refused(config, head):
         build_training_model(
             config.replace(verifier={**config.verifier.model_dump(), "num_hidden_layers": 5}), head, VOCAB_MAP
         )
+    build_training_model(config.replace(rms_norm_eps=9.999999747378752e-06), head, VOCAB_MAP)  # 1e-5 in float32
     with pytest.raises(ValueError, match=r"rms_norm_eps is 1e-06"):
         build_training_model(config.replace(rms_norm_eps=1e-6), head, VOCAB_MAP)
     with pytest.raises(ValueError, match=r"embed_tokens.weight is \[64, 32\].*\[65, 32\]"):

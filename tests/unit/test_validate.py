@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from draft_corruptions import copy_and_corrupt
 from draft_helpers import (
     edit_config,
     edit_tensors,
@@ -29,9 +30,10 @@ from typer.testing import CliRunner
 from draft.checkpoint import MODEL_NAME
 from draft.config import DraftConfig
 from draft.export import export
+from draft.importing import import_draft
 from draft.serve import serve_command
-from draft.validate import CheckResult, Subject, checks, run_checks
-from draft.validate.probe import EngineReport, probe_drafts
+from draft.validate import CheckResult, Subject, checks, run_checks, validate
+from draft.validate.probe import EngineReport, Probe
 from draft.verifier import read_verifier
 from draft.vocab import mapping_from_targets
 
@@ -240,6 +242,11 @@ DEFECTS = {
         lambda draft: edit_config(draft, lambda data: data.update(intermediate_size=2048), "draft_config.json"),
     ),
     "two ropes": Defect("rope", "two different ropes", state(rope_theta=10000.0)),
+    "no layer ids anywhere": Defect(
+        "explicit",
+        "eagle_aux_hidden_state_layer_ids",
+        omit("eagle_aux_hidden_state_layer_ids", "eagle_config"),
+    ),
     "no rope": Defect("rope", "nothing of rope", omit("rope_parameters", "rope_theta", "rope_scaling")),
     "partial rope": Defect("rope", "partial_rotary_factor 0.5", state(partial_rotary_factor=0.5)),
     "YaRN too short": Defect(
@@ -248,6 +255,15 @@ DEFECTS = {
         state(
             rope_parameters=None,
             rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048},
+        ),
+    ),
+    "a rope that training turns otherwise": Defect(
+        "rope",
+        "vLLM's table of rotations differs from training's",
+        state(
+            rope_parameters=None,
+            rope_theta=10000.0,
+            rope_scaling={"rope_type": "dynamic", "factor": 8.0, "alpha": 1000.0},  # only vLLM knows alpha
         ),
     ),
     "two places, two lists of ids": Defect(
@@ -286,13 +302,52 @@ DEFECTS = {
         "only 0.500",
         lambda draft: edit_config(draft, lambda data: data["notes"].update(coverage=0.5), "headrace.json"),
     ),
+    # Drafts of another kind, and switches that change what the same tensors compute.
+    "multi-head latent attention": Defect(
+        "config",
+        "multi-head latent attention .*kv_lora_rank 512",
+        state(
+            architectures=["Eagle3DeepseekV2ForCausalLM"],
+            model_type="deepseek_v3",
+            kv_lora_rank=512,
+            q_lora_rank=1536,
+        ),
+        loads=False,
+    ),
+    "layers of experts": Defect(
+        "config",
+        "experts .*num_local_experts 16",
+        state(architectures=["GptOssForCausalLMEagle3"], num_local_experts=16),
+        loads=False,
+    ),
+    "sliding window": Defect(
+        "config", "sliding windows", state(layer_types=["sliding_attention"], sliding_window=512), silent=()
+    ),
+    "attention that is not causal": Defect("config", "not causal", state(is_causal=None), silent=()),
+    "scaled logits": Defect("config", "logit_scale 0.5", state(logit_scale=0.5), silent=()),
+    "only the last state": Defect(
+        "config",
+        "use_aux_hidden_state false",
+        lambda draft: edit_config(draft, lambda data: data["eagle_config"].update(use_aux_hidden_state=False)),
+        silent=(),
+    ),
+    "number in quotes": Defect("config", "hidden_size cannot be '576'", state(hidden_size="576"), loads=False),
+    "file that is a directory": Defect(
+        "files",
+        "model.safetensors is no file",
+        lambda draft: ((draft / MODEL_NAME).unlink(), (draft / MODEL_NAME).mkdir()),
+        loads=False,
+    ),
     # Whole drafts of another verifier.
     "wrong hidden size": Defect(
         "verifier_fit", "hidden_size is 512", lambda draft: None, base="hidden512", loads=False
     ),
     "wrong vocabulary": Defect("verifier_fit", "vocab_size is 32000", lambda draft: None, base="vocab32000"),
 }
-GOOD = ("flat", "nested", "speculators", "sglang", "own_embedding", "four_layers", "variants", "two_layers")
+GOOD = (
+    *("flat", "nested", "speculators", "sglang", "own_embedding", "four_layers", "variants", "two_layers"),
+    "foreign_exported",
+)
 
 
 @pytest.fixture(scope="module")
@@ -317,11 +372,65 @@ def drafts(tmp_path_factory: pytest.TempPathFactory, verifier_dir: Path) -> Path
     save_with_speculators(config, verifier_dir, root / "speculators")
     kimi = DraftConfig.from_verifier(write_small_kimi(root / "kimi_verifier"), draft_vocab_size=512)
     export(make_checkpoint(root / "c-kimi", kimi), root / "kimi", "flat")
+    make_foreign(root, verifier_dir)
+    make_corrupted(root, verifier_dir)
     for name, defect in DEFECTS.items():
         broken = root / name.replace(" ", "_")
         shutil.copytree(root / defect.base, broken)
         defect.apply(broken)
     return root
+
+
+def make_foreign(root: Path, verifier_dir: Path) -> None:
+    """A draft as others publish theirs, and what import and export make of it."""
+    foreign = Path(shutil.copytree(root / "flat", root / "foreign"))
+    for name in ("draft_config.json", "headrace.json", "README.md"):
+        (foreign / name).unlink()
+    edit_tensors(foreign, lambda tensors: tensors.pop("t2d"))
+    rename("midlayer.", "layers.0.")(foreign)
+    published = (
+        *(
+            "attention_bias",
+            "bos_token_id",
+            "draft_vocab_size",
+            "eagle_config",
+            "eos_token_id",
+            "head_dim",
+            "hidden_act",
+        ),
+        *("hidden_size", "intermediate_size", "max_position_embeddings", "model_type", "num_attention_heads"),
+        *("num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling", "torch_dtype"),
+        *("architectures", "tie_word_embeddings", "use_cache", "vocab_size"),
+    )
+    edit_config(foreign, lambda data: [data.pop(name) for name in [*data] if name not in published])
+    edit_config(
+        foreign,
+        lambda data: data.update(
+            eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 14, 26], "use_aux_hidden_state": True},
+            rms_norm_eps=1e-5,
+            pad_token_id=0,
+            max_position_embeddings=2048,
+        ),
+    )
+    checkpoint = import_draft(foreign, verifier_dir, root / "c-foreign", engine="sglang")
+    export(checkpoint, root / "foreign_exported", "flat")
+
+
+SEEDS = range(32)
+
+
+def make_corrupted(root: Path, verifier_dir: Path) -> None:
+    """Drafts damaged at random, of a verifier so narrow that they are small."""
+    narrow = root / "narrow_verifier"
+    narrow.mkdir()
+    shutil.copy(verifier_dir / "config.json", narrow)
+    edit_config(narrow, lambda data: data.update(hidden_size=64, intermediate_size=96, vocab_size=512, head_dim=16))
+    edit_config(narrow, lambda data: data.update(num_attention_heads=4, num_key_value_heads=2))
+    checkpoint = make_checkpoint(root / "c-narrow", small_config(narrow, draft_vocab_size=128))
+    for form in ("flat", "nested"):
+        export(checkpoint, root / f"narrow_{form}", form)  # type: ignore[arg-type]
+    for seed in SEEDS:
+        copy_and_corrupt(root / f"narrow_{'flat' if seed % 2 else 'nested'}", root / f"corrupted_{seed}", seed)
 
 
 def save_with_speculators(config: DraftConfig, verifier_dir: Path, directory: Path) -> None:
@@ -352,10 +461,12 @@ def save_with_speculators(config: DraftConfig, verifier_dir: Path, directory: Pa
 
 @pytest.fixture(scope="module")
 def reports(drafts: Path, verifier_dir: Path) -> dict[str, EngineReport]:
-    names = [*GOOD, *DEFECTS]
+    names = [*GOOD, *DEFECTS, "foreign"]
     pairs = [(verifier_dir, drafts / name.replace(" ", "_")) for name in names]
     pairs.append((drafts / "kimi_verifier", drafts / "kimi"))
-    return dict(zip([*names, "kimi"], probe_drafts(pairs), strict=True))
+    narrow = ["narrow_flat", "narrow_nested", *(f"corrupted_{seed}" for seed in SEEDS)]
+    pairs += [(drafts / "narrow_verifier", drafts / name) for name in narrow]
+    return dict(zip([*names, "kimi", *narrow], Probe(pairs).reports(), strict=True))
 
 
 def results_of(name: str, drafts: Path, reports: dict[str, EngineReport], verifier_dir: Path) -> dict[str, CheckResult]:
@@ -370,7 +481,8 @@ def test_sound_drafts_pass(name: str, drafts: Path, reports: dict[str, EngineRep
     assert list(results) == list(checks())
     assert {r.name: r.detail for r in results.values() if r.status == "fail"} == {}
     skipped = {r.name for r in results.values() if r.status == "skipped"}
-    assert skipped == {"dataset_accuracy"} | ({"schema", "coverage"} if name == "speculators" else set())
+    unrecorded = {"speculators": {"schema", "coverage"}, "foreign_exported": {"coverage"}}
+    assert skipped == {"dataset_accuracy"} | unrecorded.get(name, set())
 
 
 @pytest.mark.parametrize("name", DEFECTS)
@@ -399,6 +511,46 @@ def test_what_vllm_itself_does_with_every_defect(name: str, reports: dict[str, E
     if defect.silent is not None:
         assert loaded
         assert report.unfilled == list(defect.silent)
+
+
+def test_a_transposed_fc_is_not_taken_for_other_layer_ids(
+    drafts: Path, reports: dict[str, EngineReport], verifier_dir: Path
+) -> None:
+    results = results_of("fc transposed", drafts, reports, verifier_dir)
+    assert {r.name for r in results.values() if r.status == "fail"} == {"shapes", "vllm_load"}
+
+
+def test_a_published_draft_only_leaves_things_unsaid(
+    drafts: Path, reports: dict[str, EngineReport], verifier_dir: Path
+) -> None:
+    results = results_of("foreign", drafts, reports, verifier_dir)
+    failed = {r.name: r for r in results.values() if r.status == "fail"}
+    assert set(failed) == {"explicit", "layer_id_places"}
+    assert "norm_before_residual" in failed["explicit"].detail
+    assert "headrace draft import" in failed["explicit"].remedy
+    assert "SGLang adds one" in failed["layer_id_places"].detail
+    imported = DraftConfig.load(drafts / "foreign_exported")
+    assert imported.aux_layer_ids == [2, 15, 27]
+    assert (imported.max_position_embeddings, imported.norm_before_residual) == (2048, False)
+
+
+def test_random_damage_is_named_or_makes_no_difference_to_vllm(drafts: Path, reports: dict[str, EngineReport]) -> None:
+    verifier = read_verifier(drafts / "narrow_verifier")
+    sound = 0
+    for seed in SEEDS:
+        report = reports[f"corrupted_{seed}"]
+        results = run_checks(Subject(drafts / f"corrupted_{seed}", verifier, report))
+        assert len(results) == len(checks())
+        failed = [r for r in results if r.status == "fail"]
+        assert all(r.remedy for r in failed)
+        if not failed:
+            sound += 1
+            assert what_vllm_does(report) == what_vllm_does(reports[f"narrow_{'flat' if seed % 2 else 'nested'}"]), seed
+    assert sound < len(SEEDS) / 2, "most damage is damage"
+
+
+def what_vllm_does(report: EngineReport) -> dict[str, Any]:
+    return {name: value for name, value in report.to_json().items() if name != "parsed"}
 
 
 def test_vllm_narrows_larger_projections_silently(reports: dict[str, EngineReport]) -> None:
@@ -436,6 +588,16 @@ def test_command_prints_a_table_and_exits_with_1(drafts: Path, verifier_dir: Pat
     assert list(by_name) == list(checks())
     missing = CliRunner().invoke(app, [str(drafts / "nowhere"), "--verifier", str(verifier_dir)])
     assert isinstance(missing.exception, FileNotFoundError)
+
+
+def test_a_draft_that_takes_vllm_down_is_a_finding(
+    drafts: Path, verifier_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draft.validate.probe.LAUNCH", "import os; print('out of memory'); os._exit(9)")
+    results = {r.name: r for r in validate(drafts / "flat", verifier_dir)}
+    assert results["vllm_config"].status == "fail"
+    assert "ended with code 9" in results["vllm_config"].detail
+    assert results["vllm_load"].status == "skipped"
 
 
 def write_small_kimi(directory: Path) -> Path:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from draft_helpers import edit_config, edit_tensors
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from draft.alignment import StateColumns, make_batch
 from draft.checkpoint import write_checkpoint
@@ -236,6 +237,42 @@ def test_one_layer_id_off_by_one_is_named(root: Path, draft: Path) -> None:
     edit_config(draft, lambda data: data.update(eagle_aux_hidden_state_layer_ids=[2, 3, 4]))
     result = accuracy_check(root, draft, reported=False)
     assert result.status == "fail", result.detail
+
+
+def test_a_random_embedding_of_its_own(root: Path, draft: Path) -> None:
+    """Engines use the embedding that a draft brings, so it is the one to try: exporters have made them up."""
+    made_up = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16)
+    edit_tensors(draft, lambda tensors: tensors.update({"embed_tokens.weight": 3 * made_up}))
+    result = accuracy_check(root, draft)
+    assert result.status == "fail", result.detail
+
+
+def test_the_verifiers_own_embedding_makes_no_difference(root: Path, draft: Path) -> None:
+    embedding = load_file(root / "head.safetensors")["embed_tokens.weight"].bfloat16()
+    edit_tensors(draft, lambda tensors: tensors.update({"embed_tokens.weight": embedding}))
+    result = accuracy_check(root, draft)
+    assert result.status == "pass", result.detail
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].T}),
+        lambda tensors: tensors.update({"d2t": tensors["d2t"].bfloat16()}),
+        lambda tensors: tensors.pop("norm.weight"),
+    ],
+)
+def test_what_other_checks_name_is_skipped(root: Path, draft: Path, change: Callable[[dict], object]) -> None:
+    edit_tensors(draft, change)
+    result = accuracy_check(root, draft)
+    assert result.status == "skipped", result.detail
+    assert result.remedy.startswith("see ")
+
+
+def test_epsilon_as_another_writer_prints_it(root: Path, draft: Path) -> None:
+    edit_config(draft, lambda data: data.update(rms_norm_eps=9.999999747378752e-06))
+    result = accuracy_check(root, draft)
+    assert result.status == "pass", result.detail
 
 
 def test_layers_that_the_data_set_has_not(root: Path, draft: Path) -> None:
