@@ -7,7 +7,11 @@ result, states in closed shards; the table shows medians over the rounds and rat
 (plain generation, and bare prefill for the second of two passes). Prefix caching is off everywhere: it would serve the
 repeated prompts of later rounds.
 
+Below the table, what capture took in the worker: seconds of the engine's own thread, and CPU seconds of the threads
+beside it. On a noisy machine these say more than the ratios.
+
     python -m bench.bench_capture [--model DIR] [--prompts N] [--concurrent N] [--tokens N] [--rounds N] [--eager]
+                                  [--ways WAY ...]
 """
 
 from __future__ import annotations
@@ -16,13 +20,16 @@ import argparse
 import asyncio
 import itertools
 import json
+import logging
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -34,6 +41,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--concurrent", type=int, default=64, help="requests in a step at most (max_num_seqs)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of every answer")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="measure these only, with what they are of"
+    )
     parser.add_argument("--budget", type=int, default=2048, help="tokens of one step (max_num_batched_tokens)")
     parser.add_argument("--threads", default=None, help="VLLM_CPU_OMP_THREADS_BIND of every engine; default: two cores")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
@@ -57,7 +67,9 @@ class Bench:
         from gen.capture.client import CaptureClient
 
         self.plain = self._engine({})
-        self.capture = self._engine(self._capture_args("one_pass"))
+        self.capture = self._engine(
+            {**self._capture_args("one_pass"), "worker_extension_cls": "bench.capture_costs.Extension"}
+        )
         self.stock = self._engine(self._capture_args("stock"))
         self.clients = {
             "one_pass": CaptureClient(self.capture, self.spec, "one_pass"),
@@ -88,6 +100,11 @@ class Bench:
     async def run(self, name: str) -> int:
         """One way of working, once."""
         return await WAYS[name][0](self)
+
+    async def costs(self) -> dict[str, float]:
+        """Seconds that capture has taken in the worker of the capture engine, see `bench.capture_costs`."""
+        [costs] = await self.capture.collective_rpc("capture_costs")
+        return cast(dict[str, float], costs)
 
     async def stop(self) -> None:
         for engine in (self.plain, self.capture, self.stock):
@@ -162,30 +179,40 @@ WAYS = {
 }
 
 
-def measure(bench: Any, num_rounds: int) -> dict[str, list[tuple[int, float]]]:
-    """(tokens, seconds) of every round after a warm-up; `bench` is the actor."""
+Rounds = dict[str, list[tuple[int, float]]]  # (tokens, seconds) by way
+Costs = dict[str, dict[str, float]]  # seconds by place, all rounds together, by way
+
+
+def measure(bench: Any, num_rounds: int, wanted: Collection[str]) -> tuple[Rounds, Costs]:
+    """All rounds after a warm-up; `bench` is the actor."""
     import ray
 
     ray.get(bench.start.remote())
-    results: dict[str, list[tuple[int, float]]] = {name: [] for name in WAYS}
+    names = [name for name in WAYS if name in wanted or name in {WAYS[other][1] for other in wanted}]
+    results: Rounds = {name: [] for name in names}
+    costs: Costs = {name: defaultdict(float) for name in names if name in ("one pass", "prefill with capture")}
     for round_index in range(num_rounds + 1):
         # Every round starts with another way, so that no way always follows the same one.
-        names = list(WAYS)
         first = max(0, round_index - 1) % len(names)
-        # The prefills read what plain generation answered.
-        for name in names if round_index == 0 else names[first:] + names[:first]:
+        # The warm-up is of all: the prefills read what plain generation answered.
+        for name in WAYS if round_index == 0 else names[first:] + names[:first]:
+            before = ray.get(bench.costs.remote())
             started = time.perf_counter()
             tokens = ray.get(bench.run.remote(name))
             seconds = time.perf_counter() - started
+            after = ray.get(bench.costs.remote())
             label = "warm-up" if round_index == 0 else f"round {round_index}"
             print(f"{label}: {name}: {tokens} tokens in {seconds:.1f} s", file=sys.stderr)
             if round_index:
                 results[name].append((tokens, seconds))
+            if round_index and name in costs:
+                for place in after:
+                    costs[name][place] += after[place] - before.get(place, 0.0)
     ray.get(bench.stop.remote())
-    return results
+    return results, costs
 
 
-def report(results: dict[str, list[tuple[int, float]]], args: argparse.Namespace) -> dict[str, Any]:
+def report(results: Rounds, costs: Costs, args: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
     from rich.table import Table
 
@@ -194,13 +221,20 @@ def report(results: dict[str, list[tuple[int, float]]], args: argparse.Namespace
     for column in ("way", "tokens/s", "lowest", "highest", "ratio", "of"):
         table.add_column(column, justify="left" if column in ("way", "of") else "right")
     summary: dict[str, Any] = {}
-    for name, (_, base) in WAYS.items():
+    for name in results:
+        base = WAYS[name][1]
         # Ratios within a round, so that a drift of the machine cancels.
         ratio = statistics.median(mine / other for mine, other in zip(rates[name], rates[base], strict=True))
         summary[name] = {"tokens_per_s": rates[name], "ratio": ratio, "of": base}
         values = (statistics.median(rates[name]), min(rates[name]), max(rates[name]))
         table.add_row(name, *(f"{value:,.0f}" for value in values), f"{ratio:.3f}", base)
     Console().print(table)
+    for name, places in costs.items():
+        wall_s = sum(seconds for _, seconds in results[name])
+        shares = {place: seconds / wall_s for place, seconds in places.items()}
+        summary[name]["shares"] = shares
+        listed = ", ".join(f"{place} {share:.2%}" for place, share in shares.items())
+        print(f"{name}: capture's seconds as a share of the round's (the threads' are CPU seconds): {listed}")
     return summary
 
 
@@ -224,11 +258,11 @@ def main() -> None:
     prompts = [chat.prompt_ids(row.messages) for row in itertools.islice(itertools.cycle(rows), args.prompts)]
     spec = StateSpec(resolve_layer_ids("eagle3", config.num_hidden_layers), config.hidden_size)
     with tempfile.TemporaryDirectory() as directory:
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         actor = ray.remote(num_cpus=2)(Bench)
-        results = measure(actor.remote(args, prompts, spec, Path(directory)), args.rounds)
+        results, costs = measure(actor.remote(args, prompts, spec, Path(directory)), args.rounds, args.ways)
         ray.shutdown()
-    summary = report(results, args)
+    summary = report(results, costs, args)
     if args.json is not None:
         args.json.write_text(json.dumps(summary, indent=2) + "\n")
 

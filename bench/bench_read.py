@@ -17,7 +17,10 @@ environment that has it with --mosaic-python, or its line says why it is missing
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -219,13 +222,37 @@ def _measure(name: str, make: Callable[[], Iterator[int]], path: Path, cores: in
 
 
 def _forget(directory: Path) -> None:
-    """Drops the files' pages from the page cache."""
+    """Drops the files' pages from the page cache, which keeps those that are mapped or not yet written, and makes sure
+    that they are gone.
+
+    Raises RuntimeError when more than 1 % of them are still there.
+    """
+    gc.collect()  # what the last round has mapped
     os.sync()
-    for path in directory.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
+    paths = [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 0]
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    cached = sum(map(_cached_pages, paths)) * mmap.PAGESIZE
+    total = sum(path.stat().st_size for path in paths)
+    if cached > total // 100:
+        raise RuntimeError(f"{cached} of {total} bytes under {directory} are still in the page cache")
+
+
+def _cached_pages(path: Path) -> int:
+    """Pages of a file that are in the page cache, from mincore(2), which reads none in."""
+    size = path.stat().st_size
+    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped:
+        data = np.frombuffer(mapped, np.uint8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.mincore(
+            ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
+        )
+        del data
+    if failed:
+        raise OSError(ctypes.get_errno(), f"mincore of {path}")
+    return int((pages & 1).sum())
 
 
 def _show(title: str, results: list[Result]) -> None:

@@ -343,7 +343,8 @@ class ChatTokenizer:
         num_characters = sum(len(plain_text(message["content"])) for message in messages)
         most = max_tokens * self.renderer.get_tokenizer().max_chars_per_token
         if num_characters > most:
-            raise _too_long(f"{num_characters} characters, which cannot be fewer than {max_tokens} tokens", max_tokens)
+            least = -(-num_characters // self.renderer.get_tokenizer().max_chars_per_token)
+            raise _too_long(f"at least {least} tokens ({num_characters} characters)", max_tokens)
 
     def _offsets(self, text: str, token_ids: list[int]) -> list[tuple[int, int]]:
         """The characters of `text` that each token stands for."""

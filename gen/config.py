@@ -88,6 +88,12 @@ class CaptureConfig(Section):
         gt=0,
         description="host memory for the rows of running requests; default: half of the node's, shared by its replicas",
     )
+    prefix_arena_gib: float | None = Field(
+        None,
+        gt=0,
+        description="host memory for the states of what is in vLLM's prefix cache; without it prompts that begin alike "
+        "each compute their beginning again (one_pass, two_pass)",
+    )
     max_fault_share: float = Field(
         0.001, ge=0, le=1, description="share of samples with bad states (NaN, Inf, all-zero rows) that stops the job"
     )
@@ -98,7 +104,6 @@ class ReplicasConfig(Section):
 
     count: int = Field(1, gt=0)
     tensor_parallel_size: int = Field(1, gt=0)
-    pipeline_parallel_size: int = Field(1, gt=0)
     max_num_seqs: int = Field(64, gt=0, description="requests in one step")
     max_num_batched_tokens: int | None = Field(None, gt=0, description="tokens in one step; default: vLLM's")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
@@ -114,9 +119,37 @@ class ReplicasConfig(Section):
     )
     max_unit_attempts: int = Field(3, gt=0, description="tries of one unit before the job stops")
     max_restarts: int = Field(
-        3, ge=0, description="times that one replica is started again after a death before the job stops"
+        3,
+        ge=0,
+        description="times that one replica is started again after a death before the job stops; deaths that are found "
+        "to be a prompt's fault do not count",
+    )
+    max_unit_deaths: int = Field(
+        2, gt=0, description="engine deaths during one unit after which the prompts that were in the engine run alone"
+    )
+    max_prompt_deaths: int = Field(
+        1, gt=0, description="engine deaths with one prompt alone in the engine after which the prompt is rejected"
+    )
+    max_fatal_prompts: int = Field(
+        8, ge=0, description="prompts that one job may reject for their engines' deaths before it stops"
+    )
+    placement_timeout_s: float = Field(
+        1800, gt=0, description="wait for room in the cluster, while no replica works, before the job stops"
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM's engine")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_pipeline(cls, values: Any) -> Any:
+        given = values.get("engine_args") if isinstance(values, dict) else None
+        if isinstance(values, dict) and any(
+            isinstance(part, dict) and "pipeline_parallel_size" in part for part in (values, given)
+        ):
+            raise ValueError(
+                "pipeline_parallel_size cannot be set: in vLLM the states of a layer do not cross pipeline stages; use "
+                "tensor_parallel_size"
+            )
+        return values
 
     @model_validator(mode="after")
     def _no_override(self) -> ReplicasConfig:

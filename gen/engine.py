@@ -78,6 +78,7 @@ def engine_arguments(
     replicas: ReplicasConfig,
     spec: StateSpec,
     mode: CaptureMode,
+    prefix_arena_gib: float | None = None,
 ) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs for one replica that captures in `mode`."""
     from gen.capture.config import capture_engine_args
@@ -88,7 +89,6 @@ def engine_arguments(
         "kv_cache_dtype": verifier.kv_cache_dtype,
         "trust_remote_code": verifier.trust_remote_code,
         "tensor_parallel_size": replicas.tensor_parallel_size,
-        "pipeline_parallel_size": replicas.pipeline_parallel_size,
         "max_num_seqs": replicas.max_num_seqs,
         "gpu_memory_utilization": replicas.gpu_memory_utilization,
         "enforce_eager": replicas.enforce_eager,
@@ -104,7 +104,8 @@ def engine_arguments(
     }
     arguments.update({name: value for name, value in optional.items() if value is not None})
     arguments.update(replicas.engine_args)
-    arguments.update(capture_engine_args(mode, spec))
+    sizes = {"arena_bytes": int(prefix_arena_gib * 2**30)} if prefix_arena_gib is not None and mode != "stock" else {}
+    arguments.update(capture_engine_args(mode, spec, **sizes))
     return arguments
 
 
@@ -123,7 +124,7 @@ def supported_mode(arguments: Mapping[str, Any]) -> CaptureMode:
         check_supported(config, options)
     except ValueError as reason:
         try:
-            check_supported(config, replace(options, mode="stock"))
+            check_supported(config, replace(options, mode="stock", arena_bytes=0))
         except ValueError as stock_reason:
             raise ValueError(f"capture.mode one_pass: {reason}; stock: {stock_reason}") from stock_reason
         return "stock"

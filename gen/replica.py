@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gen import memory
@@ -25,8 +25,11 @@ from gen.engine import (
     supported_mode,
 )
 from gen.gate import Gate
+from gen.isolation import EngineDiedError, FatalTurn, Isolation
+from gen.outcome import DOES_NOT_FIT, UnitOutcome, fault_reject
 from gen.prompts import BadRow, Prompt, RowError
-from storage import FileEntry, Receipt, Reject, Sample, SampleKey, ShardTarget, StateSpec
+from gen.requests import FINISHED, sample_seed, sampling_params
+from storage import Receipt, Reject, Sample, SampleKey, ShardTarget, StateSpec
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -35,13 +38,11 @@ if TYPE_CHECKING:
     from gen.capture.config import CaptureMode
     from gen.chat import ChatTokenizer
 
-# The reject of a sample whose rows exceed the host memory that capture may use, even alone.
-DOES_NOT_FIT = "does_not_fit"
-# How vLLM says that an answer has ended. With `abort` and `error` it gives up, and hands out what it had until then.
-FINISHED = ("stop", "length", "repetition")
 # Available host memory below which fewer requests are admitted, as a share of the node's, and how often it is read.
 SHORT_OF_MEMORY = 0.05
 MEMORY_INTERVAL_S = 1.0
+# An engine that dies of memory is killed at most so many readings before its death is seen.
+OOM_READINGS = 30
 # How often a wait for the engine looks whether the engine still lives.
 DEATH_INTERVAL_S = 1.0
 
@@ -63,27 +64,6 @@ class ReplicaSpec:
     cpu_binding: str | None = None
 
 
-@dataclass
-class UnitOutcome:
-    """What one unit became."""
-
-    unit: int
-    samples: list[Sample] = field(default_factory=list)
-    rejects: list[Reject] = field(default_factory=list)
-    shards: list[FileEntry] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_capture_faults: int = 0
-    num_tightened: int = 0  # times that fewer requests were admitted for want of memory
-    seconds: float = 0.0
-
-
-def sample_seed(base_seed: int, key: SampleKey) -> int:
-    """The seed of one sample: 63 bits of a digest of the run's seed and the sample's key, the same on every replica."""
-    digest = hashlib.sha256(f"{base_seed}/{key.row}/{key.turn}/{key.n}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
 class Replica:
     """A vLLM engine with capture. `start` once, then `run_unit` for as many units as wanted, several at a time."""
 
@@ -93,6 +73,8 @@ class Replica:
         self._watch: asyncio.Task[None] | None = None
         self._started = False
         self._num_tightened = 0  # as told by the outcomes of units so far
+        self._tokenising = asyncio.Lock()
+        self._oom_kills = deque([memory.count_oom_kills()], OOM_READINGS)  # latest readings, oldest first
 
     async def start(self) -> EngineInfo:
         """Load the verifier. Blocks the event loop for as long as that takes."""
@@ -106,7 +88,9 @@ class Replica:
         configured = spec.capture.mode
 
         def arguments(mode: CaptureMode) -> dict[str, Any]:
-            return engine_arguments(directory, spec.verifier, spec.replicas, spec.states, mode)
+            return engine_arguments(
+                directory, spec.verifier, spec.replicas, spec.states, mode, spec.capture.prefix_arena_gib
+            )
 
         if configured == "auto":
             mode = supported_mode(arguments("one_pass"))
@@ -115,6 +99,7 @@ class Replica:
             check_mode(arguments(mode))
         self._engine = start_engine(arguments(mode))
         self._started = True
+        await self._while_alive(CaptureClient(self._engine, spec.states, mode).check())
         calibration = None
         if configured == "auto" and mode == "one_pass":
             calibration = await self._while_alive(
@@ -138,6 +123,11 @@ class Replica:
         """Whether the engine has died. A dead engine never answers again: its process must be replaced."""
         return self._started and self._engine.errored
 
+    @property
+    def oom_kills_before(self) -> int:
+        """The kernel's count of out-of-memory kills half a minute ago, or before the start."""
+        return self._oom_kills[0]
+
     def stop(self) -> None:
         """End the engine and its worker processes."""
         if self._started:
@@ -146,42 +136,59 @@ class Replica:
             self._engine.shutdown()
             self._started = False
 
-    async def run_unit(self, rows: Sequence[Prompt | BadRow], target: ShardTarget) -> UnitOutcome:
+    async def run_unit(
+        self, rows: Sequence[Prompt | BadRow], target: ShardTarget, isolation: Isolation | None = None
+    ) -> UnitOutcome:
         """Answer every prompt of a unit and capture its states.
 
         Every expected key of the unit ends as a sample or a reject. When anything else goes wrong (a dead engine, a
         full disk) the unit's shards are abandoned and the error is raised: a unit is whole or not there.
+
+        Raises EngineDiedError when the engine died, with the samples that were in it.
         """
         started = time.monotonic()
         outcome = UnitOutcome(target.unit)
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_memory())
         try:
-            await self._while_alive(self._fill(rows, target, outcome))
-        except BaseException:
+            await self._while_alive(self._fill(rows, target, isolation or Isolation(), outcome))
+        except BaseException as error:
             # With a dead engine there is nobody to abort; what it wrote are orphans that no reader trusts.
             with suppress(CaptureError):
                 await self._while_alive(self._client.abort_unit(target.unit))
+            if isinstance(error, Exception) and self.is_dead:
+                raise EngineDiedError(tuple(sorted(outcome.in_engine)), outcome.alone) from error
             raise
-        outcome.samples.sort(key=lambda sample: sample.key)
-        outcome.rejects.sort(key=lambda reject: reject.key)
+        outcome.sort()
         # Units run side by side: each shortage is told once, by the unit that ends next.
         outcome.num_tightened = self._admission.num_tightened - self._num_tightened
         self._num_tightened = self._admission.num_tightened
         outcome.seconds = time.monotonic() - started
         return outcome
 
-    async def _fill(self, rows: Sequence[Prompt | BadRow], target: ShardTarget, outcome: UnitOutcome) -> None:
+    async def _fill(
+        self, rows: Sequence[Prompt | BadRow], target: ShardTarget, isolation: Isolation, outcome: UnitOutcome
+    ) -> None:
         """Open the unit, do every row, close the unit."""
         await self._client.open_unit(target)
+        alone: list[tuple[Prompt, int]] = []
+        together: list[tuple[Prompt, int]] = []
+        for row in rows:
+            for n in range(self._spec.sampling.n):
+                if isinstance(row, BadRow):
+                    key = SampleKey(row.row, 0, n)
+                    outcome.rejects.append(Reject(key, row.prompt_id, target.unit, row.reason, row.detail))
+                elif isolation.runs_alone((row.row, n)):
+                    alone.append((row, n))
+                else:
+                    together.append((row, n))
+        outcome.alone = bool(alone)
+        for prompt, n in alone:
+            await self._work(prompt, n, isolation.fatal.get(prompt.row), outcome)
+        outcome.alone = False
         async with asyncio.TaskGroup() as group:
-            for row in rows:
-                for n in range(self._spec.sampling.n):
-                    if isinstance(row, BadRow):
-                        key = SampleKey(row.row, 0, n)
-                        outcome.rejects.append(Reject(key, row.prompt_id, target.unit, row.reason, row.detail))
-                    else:
-                        group.create_task(self._work(row, n, target.unit, outcome))
+            for prompt, n in together:
+                group.create_task(self._work(prompt, n, isolation.fatal.get(prompt.row), outcome))
         outcome.shards = await self._client.close_unit(target.unit)
 
     async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
@@ -205,42 +212,54 @@ class Replica:
     async def _watch_memory(self) -> None:
         """Admit fewer requests while the node is short of host memory: cheaper than an engine that is killed."""
         floor = SHORT_OF_MEMORY * memory.total_bytes()
-        while True:
+        while not self.is_dead:
             await asyncio.sleep(MEMORY_INTERVAL_S)
             if memory.available_bytes() < floor:
                 self._admission.tighten()
+            self._oom_kills.append(memory.count_oom_kills())
 
-    async def _work(self, prompt: Prompt, n: int, unit: int, outcome: UnitOutcome) -> None:
+    async def _work(self, prompt: Prompt, n: int, fatal: FatalTurn | None, outcome: UnitOutcome) -> None:
         """One of the n answers to a prompt, or the states of the answer that it already has."""
         if prompt.answered:
-            result = await self._extract(prompt, SampleKey(prompt.row, 0, n), unit, outcome)
-            _record(result, outcome)
+            key = SampleKey(prompt.row, 0, n)
+            outcome.record(_fatal_reject(prompt, key, fatal, outcome) or await self._extract(prompt, key, outcome))
         else:
-            await self._answer(prompt, n, unit, outcome)
+            await self._answer(prompt, n, fatal, outcome)
 
-    async def _answer(self, prompt: Prompt, n: int, unit: int, outcome: UnitOutcome) -> None:
+    async def _answer(self, prompt: Prompt, n: int, fatal: FatalTurn | None, outcome: UnitOutcome) -> None:
         """Answer all turns, one after the other; a failed turn rejects the later ones."""
         messages = [dict(message) for message in prompt.messages]
         for turn in range(prompt.num_turns):
             key = SampleKey(prompt.row, turn, n)
             if turn > 0:
                 messages.append({"role": "user", "content": prompt.later_turns[turn - 1]})
-            result = await self._sample(prompt, key, messages, unit, outcome)
-            _record(result, outcome)
+            result = _fatal_reject(prompt, key, fatal, outcome) or await self._sample(prompt, key, messages, outcome)
+            outcome.record(result)
             if isinstance(result, Reject):
                 detail = f"turn {turn} was rejected: {result.reason}"
                 for later in range(turn + 1, prompt.num_turns):
                     later_key = key._replace(turn=later)
-                    outcome.rejects.append(Reject(later_key, prompt.prompt_id, unit, "earlier_turn_rejected", detail))
+                    outcome.record(Reject(later_key, prompt.prompt_id, outcome.unit, "earlier_turn_rejected", detail))
                 return
             messages = self._chat.append_answer(messages, result.text, result.reasoning_text)
 
+    async def _in_turn(self, tokenise: Callable[[], T]) -> T:
+        """Tokenise one prompt, then let the event loop go on: a unit may have thousands, and the engine's answers and
+        other units wait for the loop."""
+        async with self._tokenising:
+            result = tokenise()
+            await asyncio.sleep(0)
+            return result
+
     async def _sample(
-        self, prompt: Prompt, key: SampleKey, messages: list[dict[str, Any]], unit: int, outcome: UnitOutcome
+        self, prompt: Prompt, key: SampleKey, messages: list[dict[str, Any]], outcome: UnitOutcome
     ) -> Sample | Reject:
         """One generated answer."""
+        unit = outcome.unit
         try:
-            prompt_ids = self._chat.prompt_ids(messages, max_tokens=self._max_prompt_tokens)
+            prompt_ids = await self._in_turn(
+                lambda: self._chat.prompt_ids(messages, max_tokens=self._max_prompt_tokens)
+            )
         except RowError as error:
             return Reject(key, prompt.prompt_id, unit, error.reason, error.detail)
         seed = sample_seed(self._spec.sampling.seed, key)
@@ -257,7 +276,7 @@ class Replica:
         num_bytes = (len(prompt_ids) + self._spec.sampling.max_tokens) * self._spec.states.row_bytes
         receipt = await self._captured(key, num_bytes, attempt, outcome)
         if isinstance(receipt, CaptureFault):
-            return _fault_reject(prompt, unit, receipt)
+            return fault_reject(prompt, unit, receipt)
         reasoning, text = self._chat.split_reasoning(answer.text, answer.token_ids, prompt_ids)
         token_ids = [*prompt_ids, *answer.token_ids]
         outcome.num_prompt_tokens += len(prompt_ids)
@@ -281,10 +300,13 @@ class Replica:
             finished_at=finished_at,
         )
 
-    async def _extract(self, prompt: Prompt, key: SampleKey, unit: int, outcome: UnitOutcome) -> Sample | Reject:
+    async def _extract(self, prompt: Prompt, key: SampleKey, outcome: UnitOutcome) -> Sample | Reject:
         """The states of a conversation that already has its answers; nothing is generated."""
+        unit = outcome.unit
         try:
-            answered = self._chat.answered(prompt.messages, max_tokens=self._info.max_model_len)
+            answered = await self._in_turn(
+                lambda: self._chat.answered(prompt.messages, max_tokens=self._info.max_model_len)
+            )
         except RowError as error:
             return Reject(key, prompt.prompt_id, unit, error.reason, error.detail)
         started_at = time.time()
@@ -293,7 +315,7 @@ class Replica:
             key, num_bytes, lambda: self._client.extract(unit, key, answered.token_ids), outcome
         )
         if isinstance(receipt, CaptureFault):
-            return _fault_reject(prompt, unit, receipt)
+            return fault_reject(prompt, unit, receipt)
         outcome.num_prompt_tokens += len(answered.token_ids)
         return Sample(
             key=key,
@@ -327,31 +349,19 @@ class Replica:
             detail = f"{num_bytes} bytes of hidden states may not fit into host memory (capture.host_memory_gib)"
             return CaptureFault(key, DOES_NOT_FIT, detail)
         async with self._admission.admit(num_bytes), self._gate.shared():
+            outcome.in_engine.add(key)
             receipt = await attempt()
+            outcome.in_engine.remove(key)
         if isinstance(receipt, CaptureFault):
             outcome.num_capture_faults += 1
             async with self._gate.alone():
+                outcome.in_engine.add(key)
                 receipt = await attempt()
+                outcome.in_engine.remove(key)
         return receipt
 
     async def _generate(self, key: SampleKey, prompt_ids: list[int], unit: int, seed: int) -> CompletionOutput:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = self._spec.sampling
-        params = SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            stop=list(sampling.stop),
-            thinking_token_budget=sampling.thinking_token_budget,
-            seed=seed,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_special_tokens=self._chat.skip_special_tokens,
-        )
+        params = sampling_params(self._spec.sampling, seed, skip_special_tokens=self._chat.skip_special_tokens)
         self._client.prepare(params, unit, key)
         request_id = f"{unit}/{key.name}"
         final = None
@@ -366,14 +376,8 @@ class Replica:
         return answer
 
 
-def _record(result: Sample | Reject, outcome: UnitOutcome) -> None:
-    if isinstance(result, Sample):
-        outcome.samples.append(result)
-    else:
-        outcome.rejects.append(result)
-
-
-def _fault_reject(prompt: Prompt, unit: int, fault: CaptureFault) -> Reject:
-    if fault.reason == DOES_NOT_FIT:
-        return Reject(fault.key, prompt.prompt_id, unit, DOES_NOT_FIT, fault.detail)
-    return Reject(fault.key, prompt.prompt_id, unit, "capture_fault", f"{fault.reason}: {fault.detail}")
+def _fatal_reject(prompt: Prompt, key: SampleKey, fatal: FatalTurn | None, outcome: UnitOutcome) -> Reject | None:
+    """The reject of the turn that an engine died of; later turns never come to it."""
+    if fatal is None or key.turn < fatal.turn:
+        return None
+    return Reject(key, prompt.prompt_id, outcome.unit, fatal.reason, fatal.detail)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gen.capture.config import CaptureMode
+from gen.capture.config import CONFIG_KEY, CaptureMode, CaptureOptions
 from gen.capture.messages import (
     REQUEST_ARG,
     CaptureError,
     CaptureFault,
+    UnitAttempt,
     decode_files,
     decode_receipt,
     encode_request,
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-# How soon a client asks again for the answer to opening or closing a unit; doubles up to `exchange_interval_s`.
+# How soon a client asks again for an answer that somebody waits for and nothing speaks against asking for: that to
+# opening or closing a unit, or any while no request is in the engine. Doubles up to `exchange_interval_s`.
 FIRST_INTERVAL_S = 0.002
 
 
@@ -37,20 +39,40 @@ class CaptureClient:
     """
 
     def __init__(
-        self, engine: AsyncLLM, spec: StateSpec, mode: CaptureMode, *, exchange_interval_s: float = 0.05
+        self,
+        engine: AsyncLLM,
+        spec: StateSpec,
+        mode: CaptureMode,
+        *,
+        exchange_interval_s: float = 0.05,
+        read_prefix_cache: bool = True,
     ) -> None:
+        """`read_prefix_cache` takes what is in vLLM's prefix cache where capture can: with the stock method, or with an
+        arena (`CaptureOptions.arena_bytes`)."""
         self._engine = engine
         self._spec = spec
         self._mode = mode
         self._interval_s = exchange_interval_s
+        additional = engine.vllm_config.additional_config
+        assert isinstance(additional, dict)
+        options = CaptureOptions.from_json(additional[CONFIG_KEY])
+        self._reads_cache = read_prefix_cache and (mode == "stock" or options.arena_bytes > 0)
+        self._attempts: dict[int, int] = {}  # of the units that are open
+        self._in_engine: set[tuple[int, SampleKey]] = set()  # prepared, not finished
         self._tickets = itertools.count()
         self._outbox: list[dict[str, Any]] = []
         self._waiting: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # ticket -> operation and its answer
         self._pump: asyncio.Task[None] | None = None
         self._prefills = itertools.count()
 
+    async def check(self) -> None:
+        """Raises ValueError with the reason when the engine cannot capture as it was configured."""
+        for refusal in await self._engine.collective_rpc("capture_refusal"):
+            if refusal is not None:
+                raise ValueError(refusal)
+
     def prepare(self, params: SamplingParams, unit: int, key: SampleKey) -> SamplingParams:
-        """Mark a request's sampling parameters for capture (in place; returned for convenience).
+        """Mark a request's sampling parameters for capture (in place; returned for convenience). The unit is open.
 
         One request per answer: several answers to a prompt are several requests with their own `key.n` and seed.
 
@@ -59,24 +81,37 @@ class CaptureClient:
         if params.n != 1:
             raise ValueError(f"n={params.n}: send one request per answer, each with its own sample key and seed")
         if self._mode == "two_pass":
+            self._in_engine.add((unit, key))
             return params
         return self._mark(params, unit, key)
 
     def _mark(self, params: SamplingParams, unit: int, key: SampleKey) -> SamplingParams:
-        params.extra_args = {**(params.extra_args or {}), REQUEST_ARG: encode_request(unit, key)}
-        if self._mode != "stock":
-            # A prefix-cache hit has no forward pass and hence no rows. (The stock method keeps rows beside the cache.)
+        self._in_engine.add((unit, key))
+        params.extra_args = {**(params.extra_args or {}), REQUEST_ARG: encode_request(self._attempt(unit), key)}
+        if not self._reads_cache:
+            # A prefix-cache hit has no forward pass and hence no rows.
             params.skip_reading_prefix_cache = True
         return params
 
     async def open_unit(self, target: ShardTarget) -> None:
         """Start the shards of a unit; before the first of its requests is sent.
 
+        A unit that could not be opened is aborted before it is opened again.
+
         Raises ValueError when the target's geometry is not the engine's, CaptureError when the unit is open already.
         """
         if target.spec != self._spec:
             raise ValueError(f"target of unit {target.unit} has {target.spec}, the engine captures {self._spec}")
-        await self._command("open", target.unit, target=encode_target(target))
+        unit = UnitAttempt(target.unit, target.attempt)
+        if unit.unit in self._attempts:
+            raise CaptureError(f"unit {unit.unit} is open already, as attempt {self._attempts[unit.unit]}")
+        self._attempts[unit.unit] = unit.attempt
+        await self._command("open", unit, target=encode_target(target))
+
+    def _attempt(self, unit: int) -> UnitAttempt:
+        if unit not in self._attempts:
+            raise CaptureError(f"unit {unit} is not open")
+        return UnitAttempt(unit, self._attempts[unit])
 
     async def finish(
         self, unit: int, samples: Mapping[SampleKey, Sequence[int]]
@@ -96,8 +131,9 @@ class CaptureClient:
             raise ValueError(f"sample {key}: {len(token_ids)} tokens; a sample has a prompt and an answer")
         if self._mode == "two_pass":
             await self._prefill(unit, key, token_ids)
+        self._in_engine.discard((unit, key))
         answer = await self._command(
-            "finish", unit, key=list(key), num_tokens=len(token_ids), digest=token_digest(token_ids[:-1])
+            "finish", self._attempt(unit), key=list(key), num_tokens=len(token_ids), digest=token_digest(token_ids[:-1])
         )
         if "fault" in answer:
             return CaptureFault(key, answer["fault"], answer["detail"])
@@ -126,32 +162,31 @@ class CaptureClient:
             await self._prefill(unit, key, token_ids)
         return (await self.finish(unit, {key: token_ids}))[key]
 
-    async def discard(self, unit: int, keys: Iterable[SampleKey]) -> None:
-        """Drop what is held of these samples (aborted requests, or answers that became rejects)."""
-        await self._command("discard", unit, keys=[list(key) for key in keys])
-
     async def close_unit(self, unit: int) -> list[FileEntry]:
         """Close the unit's shards: only now are its samples' bytes readable. What was not finished is dropped."""
-        return decode_files((await self._command("close", unit))["files"])
+        files = decode_files((await self._command("close", self._attempt(unit)))["files"])
+        self._forget(unit)
+        return files
 
     async def abort_unit(self, unit: int) -> None:
         """Drop the unit, its rows and its shards. Allowed in any state, also for a unit that was never opened."""
-        await self._command("abort", unit)
+        if unit in self._attempts:
+            await self._command("abort", self._forget(unit))
 
-    async def stats(self) -> dict[str, int]:
-        """Counters of the worker: rows and bytes held and queued, samples stored, faults, seconds waited (as ms)."""
-        return (await self._command("stats", -1))["stats"]
+    def _forget(self, unit: int) -> UnitAttempt:
+        self._in_engine = {item for item in self._in_engine if item[0] != unit}
+        return UnitAttempt(unit, self._attempts.pop(unit))
 
-    async def _command(self, op: str, unit: int, **arguments: Any) -> dict[str, Any]:
+    async def _command(self, op: str, unit: UnitAttempt, **arguments: Any) -> dict[str, Any]:
         ticket = next(self._tickets)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = (op, future)
-        self._outbox.append({"ticket": ticket, "op": op, "unit": unit, **arguments})
+        self._outbox.append({"ticket": ticket, "op": op, "unit": list(unit), **arguments})
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._exchange())
         answer = await future
         if "error" in answer:
-            raise CaptureError(f"unit {unit}: {op} failed in the capture worker: {answer['error']}")
+            raise CaptureError(f"{unit}: {op} failed in the capture worker: {answer['error']}")
         return answer
 
     async def _exchange(self) -> None:
@@ -169,9 +204,9 @@ class CaptureClient:
                         future.set_result(answer)
                 if self._waiting:
                     # Samples finish all the time and can wait; opening and closing are rare and hold up a whole unit.
-                    quick = any(op != "finish" for op, _ in self._waiting.values())
+                    quick = not self._in_engine or any(op != "finish" for op, _ in self._waiting.values())
                     await asyncio.sleep(min(quick_s, self._interval_s) if quick else self._interval_s)
-                    quick_s *= 2
+                    quick_s = 2 * quick_s if quick else FIRST_INTERVAL_S
         except BaseException as error:
             # Whoever waits for an answer must learn that none will come; the error goes on to each of them.
             waiting, self._waiting, self._outbox = self._waiting, {}, []

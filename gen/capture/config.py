@@ -30,6 +30,8 @@ class CaptureOptions:
     queue_bytes: int = 1 << 30  # raw bytes of finished samples that may wait for the shard writer before steps wait
     piece_bytes: int = 32 << 20  # size of one staging piece; a step's rows cross to the host piece by piece
     num_pieces: int = 4
+    num_encoders: int = 0  # threads that check and encode finished samples; 0: chosen by the device
+    arena_bytes: int = 0  # host memory for the states of cached prefixes; 0: prefixes are computed again
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(CaptureMode):
@@ -37,6 +39,8 @@ class CaptureOptions:
         for name in ("queue_bytes", "piece_bytes", "num_pieces"):
             if getattr(self, name) < 1:
                 raise ValueError(f"capture.{name} {getattr(self, name)} must be positive")
+        if self.arena_bytes and self.mode == "stock":
+            raise ValueError("capture.prefix_arena_gib: the stock method keeps the states of cached prefixes by itself")
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -45,6 +49,8 @@ class CaptureOptions:
             "queue_bytes": self.queue_bytes,
             "piece_bytes": self.piece_bytes,
             "num_pieces": self.num_pieces,
+            "num_encoders": self.num_encoders,
+            "arena_bytes": self.arena_bytes,
         }
 
     @classmethod

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from gen.capture.messages import decode_request
+from gen.capture.messages import UnitAttempt, decode_request
 from storage.types import SampleKey
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class FinishedRequest:
     """A request whose blocks are kept until its rows are copied."""
 
     request_id: str
-    unit: int
+    unit: UnitAttempt
     key: SampleKey
     block_ids: list[int]
     token_ids: list[int]  # those whose rows are in the cache

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from storage.types import FileEntry, Receipt, SampleKey, ShardTarget, StateSpec
 
-# The entry of SamplingParams.extra_args that marks a request for capture: [unit, row, turn, n].
+# The entry of SamplingParams.extra_args that marks a request for capture: [unit, attempt, row, turn, n].
 REQUEST_ARG = "headrace_capture"
+
+
+class UnitAttempt(NamedTuple):
+    """One try of a unit: what rows are kept by. A request of an earlier try that is still in the engine belongs to
+    nobody."""
+
+    unit: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"unit {self.unit} (attempt {self.attempt})"
 
 
 class CaptureError(RuntimeError):
@@ -37,17 +48,17 @@ def token_digest(token_ids: Sequence[int] | np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(token_ids, dtype="<i4").tobytes())
 
 
-def encode_request(unit: int, key: SampleKey) -> list[int]:
-    return [unit, *key]
+def encode_request(unit: UnitAttempt, key: SampleKey) -> list[int]:
+    return [*unit, *key]
 
 
-def decode_request(extra_args: Mapping[str, Any] | None) -> tuple[int, SampleKey] | None:
+def decode_request(extra_args: Mapping[str, Any] | None) -> tuple[UnitAttempt, SampleKey] | None:
     """Unit and key of a request that asked for capture, None for any other request."""
     value = (extra_args or {}).get(REQUEST_ARG)
     if value is None:
         return None
-    unit, row, turn, n = (int(part) for part in value)
-    return unit, SampleKey(row, turn, n)
+    unit, attempt, row, turn, n = (int(part) for part in value)
+    return UnitAttempt(unit, attempt), SampleKey(row, turn, n)
 
 
 def encode_target(target: ShardTarget) -> dict[str, Any]:

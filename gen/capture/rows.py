@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gen.capture.messages import UnitAttempt
 from storage.types import SampleKey, StateSpec
 
 
@@ -20,7 +21,7 @@ class RequestRows:
 
     __slots__ = ("fault", "key", "num_rows", "states_TLH", "token_ids", "unit")
 
-    def __init__(self, unit: int, key: SampleKey, max_rows: int, spec: StateSpec) -> None:
+    def __init__(self, unit: UnitAttempt, key: SampleKey, max_rows: int, spec: StateSpec) -> None:
         self.unit = unit
         self.key = key
         self.states_TLH: np.ndarray[Any, Any] = np.empty(
@@ -44,6 +45,15 @@ class RequestRows:
         self.token_ids[position : position + count] = token_ids[:count]
         self.num_rows = position + count
 
+    def skip_to(self, num_rows: int) -> None:
+        """Leave out the first rows, which `fill` brings: the request begins, or is taken up again, behind them."""
+        self.num_rows = num_rows
+
+    def fill(self, states_TLH: np.ndarray, token_ids: np.ndarray) -> None:
+        """The first rows."""
+        self.states_TLH[: len(states_TLH)] = states_TLH
+        self.token_ids[: len(token_ids)] = token_ids
+
     def reset(self) -> None:
         """Forget all rows and give their memory back: a preempted request is computed again from its first token."""
         self.states_TLH = np.empty_like(self.states_TLH)
@@ -66,21 +76,21 @@ class RowStore:
     def __init__(self, spec: StateSpec) -> None:
         self._spec = spec
         self._running: dict[str, RequestRows] = {}  # by engine request id
-        self._units: dict[int, dict[SampleKey, RequestRows]] = {}
+        self._units: dict[UnitAttempt, dict[SampleKey, RequestRows]] = {}
 
-    def open_unit(self, unit: int) -> None:
+    def open_unit(self, unit: UnitAttempt) -> None:
         assert unit not in self._units
         self._units[unit] = {}
 
-    def has_unit(self, unit: int) -> bool:
+    def has_unit(self, unit: UnitAttempt) -> bool:
         return unit in self._units
 
-    def drop_unit(self, unit: int) -> None:
+    def drop_unit(self, unit: UnitAttempt) -> None:
         for key in list(self._units.get(unit, ())):
-            self.discard(unit, key)
+            self.take(unit, key)
         self._units.pop(unit, None)
 
-    def begin(self, request_id: str, unit: int, key: SampleKey, max_rows: int) -> None:
+    def begin(self, request_id: str, unit: UnitAttempt, key: SampleKey, max_rows: int) -> None:
         """A new request enters the engine."""
         samples = self._units.get(unit)
         if samples is None:
@@ -96,20 +106,16 @@ class RowStore:
         return self._running.get(request_id)
 
     def end(self, request_id: str) -> None:
-        """The request has left the engine, finished or aborted; its rows stay until `take` or `discard`."""
+        """The request has left the engine, finished or aborted; its rows stay until `take` or `drop_unit`."""
         self._running.pop(request_id, None)
 
-    def take(self, unit: int, key: SampleKey) -> RequestRows | None:
+    def take(self, unit: UnitAttempt, key: SampleKey) -> RequestRows | None:
         """Hand the rows out and forget them; the engine's further rows for this request go nowhere."""
         rows = self._units[unit].pop(key, None)
         if rows is not None:
             for request_id in [name for name, running in self._running.items() if running is rows]:
                 del self._running[request_id]
         return rows
-
-    def discard(self, unit: int, key: SampleKey) -> None:
-        if unit in self._units:
-            self.take(unit, key)
 
     def spans(self, step: list[tuple[str, int, int]]) -> list[Span]:
         """Where the rows of a step go; `step` lists (request id, first position, count) in the order of the rows."""
@@ -121,7 +127,3 @@ class RowStore:
                 spans.append(Span(rows, position, first, count))
             first += count
         return spans
-
-    def num_rows(self) -> int:
-        """Rows held, over all requests."""
-        return sum(rows.num_rows for samples in self._units.values() for rows in samples.values())

@@ -15,10 +15,13 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from gen.capture.arena import CachedPrefix, PrefixArena
 from gen.capture.rows import Span
 from storage.types import StateSpec
 
@@ -98,6 +101,27 @@ class RowTransfer:
         self._scatterer = ThreadPoolExecutor(1, thread_name_prefix="capture-scatter") if threaded else None
         self._in_flight: list[Future[None]] = []
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arena: PrefixArena | None = None
+
+    def use_arena(self, arena: PrefixArena) -> None:
+        """Keep every row of `submit_all` in the arena as well; before the first step."""
+        self._arena = arena
+
+    def submit_all(
+        self, source: RowSource, spans: Sequence[Span], slots_N: np.ndarray, prefixes: Sequence[CachedPrefix]
+    ) -> None:
+        """As `submit`, for all rows of a step, whose keys and values are in these slots of the KV cache."""
+        arena = self._arena
+        assert arena is not None
+        self._check_in_flight()
+        for prefix in prefixes:
+            self._in_order(prefix.announce)
+        for low in range(0, len(slots_N), self._piece_rows):
+            high = min(low + self._piece_rows, len(slots_N))
+            inside = [span for span in spans if span.first < high and span.first + span.count > low]
+            self._send(source, low, high, inside, slots_N[low:high])
+        for prefix in prefixes:
+            self._in_order(partial(prefix.fill, arena))
 
     def submit(self, source: RowSource, spans: Sequence[Span]) -> None:
         """Send rows on their way; `spans` ascend. The source may be overwritten by the next step on the same stream.
@@ -114,7 +138,9 @@ class RowTransfer:
             if inside:
                 self._send(source, low, high, inside)
 
-    def _send(self, source: RowSource, low: int, high: int, spans: Sequence[Span]) -> None:
+    def _send(
+        self, source: RowSource, low: int, high: int, spans: Sequence[Span], slots_N: np.ndarray | None = None
+    ) -> None:
         piece = self._free.get()
         count = high - low
         source.gather(low, high, piece.states[:count], piece.token_ids[:count])
@@ -123,6 +149,8 @@ class RowTransfer:
         def scatter() -> None:
             if event is not None:
                 event.synchronize()
+            if slots_N is not None and self._arena is not None:
+                self._arena.write(slots_N, piece.host_states_np[:count], piece.host_token_ids_np[:count])
             for span in spans:
                 first, last = max(span.first, low), min(span.first + span.count, high)
                 span.rows.put(

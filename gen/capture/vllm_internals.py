@@ -11,16 +11,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from gen.capture.arena import StepSlots
 from gen.capture.config import CONFIG_KEY, CaptureOptions
-from gen.capture.messages import decode_request
+from gen.capture.messages import UnitAttempt, decode_request
 from gen.capture.transfer import StepSource, torch_dtype
 from storage.types import SampleKey, StateSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # Attributes of a model runner instance.
 RUNNER_NAMES = (
@@ -181,7 +184,7 @@ class NewRequest:
     """A request that enters the engine and wants its states captured."""
 
     request_id: str
-    unit: int
+    unit: UnitAttempt
     key: SampleKey
     max_rows: int
 
@@ -198,6 +201,38 @@ def new_requests(scheduler_output: SchedulerOutput, max_model_len: int) -> list[
         max_rows = len(request.prompt_token_ids) + (params.max_tokens or max_model_len)
         found.append(NewRequest(request.req_id, *marked, max_rows=min(max_rows, max_model_len)))
     return found
+
+
+def count_slots(kv_cache_config: KVCacheConfig) -> int:
+    """Slots of the KV cache, by which the arena keeps states.
+
+    Raises ValueError for a model whose layers are cached in groups of their own (sliding windows, state-space layers):
+    the slots of one group do not hold every token.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise ValueError(
+            f"capture.prefix_arena_gib: this model's layers are cached in {len(groups)} groups, and not every token "
+            "has a slot in each of them; leave it out"
+        )
+    return int(kv_cache_config.num_blocks) * int(groups[0].kv_cache_spec.block_size)
+
+
+def read_slots(runner: Any, scheduler_output: SchedulerOutput, step: Step) -> StepSlots:
+    """The slots of a step's rows, and those of the cached prefixes that requests of this step start behind."""
+    table = runner.input_batch.block_table[0]
+    blocks, size = table.block_table.np, table.block_size
+    begins = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+    begins |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    slots, prefixes = [], {}
+    for row, (request_id, position, count) in enumerate(step.requests):
+        first = 0 if request_id in begins else position
+        positions = np.arange(first, position + count)
+        request_slots = blocks[row, positions // size].astype(np.int64) * size + positions % size
+        if first < position:
+            prefixes[request_id] = request_slots[:position]
+        slots.append(request_slots[position - first :])
+    return StepSlots(np.concatenate(slots), prefixes)
 
 
 @dataclass(frozen=True)

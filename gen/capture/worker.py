@@ -13,6 +13,7 @@ from gen.capture.service import CaptureService
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 else:
     PlatformWorker = internals.platform_worker_class()
@@ -32,6 +33,7 @@ class CaptureWorker(PlatformWorker):
         super().__init__(*args, **kwargs)
         self._capture = internals.read_options(self.vllm_config)
         self._service: CaptureService | None = None
+        self._refusal: str | None = None
         internals.check_supported(self.vllm_config, self._capture)
 
     @property
@@ -49,6 +51,15 @@ class CaptureWorker(PlatformWorker):
             # Before vLLM measures what is left for the KV cache: the staging buffers are on the device.
             self._service = CaptureService(self._capture, self.device)
             _services.append(self._service)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        if self._service is not None and self._capture.arena_bytes:
+            try:
+                self._service.use_arena(internals.count_slots(kv_cache_config))
+            except ValueError as error:
+                # Raised here it would be an engine that does not start, and the parent would not learn why.
+                self._refusal = str(error)
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
@@ -71,7 +82,10 @@ class CaptureWorker(PlatformWorker):
             service.store.begin(request.request_id, request.unit, request.key, request.max_rows)
         output = super().execute_model(scheduler_output)
         step = internals.read_step(self.model_runner, scheduler_output, self._capture.spec)
-        if step is not None:
+        if step is not None and self._capture.arena_bytes:
+            slots = internals.read_slots(self.model_runner, scheduler_output, step)
+            service.take_step_with_slots(step.source, step.requests, slots)
+        elif step is not None:
             service.take_step(step.source, step.requests)
         return output
 
@@ -84,6 +98,10 @@ class CaptureWorker(PlatformWorker):
     def capture_exchange(self, commands: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
         """Called by CaptureClient through `collective_rpc`; only the rank that keeps rows answers."""
         return self._service.exchange(commands) if self._service is not None else None
+
+    def capture_refusal(self) -> str | None:
+        """Why this engine must not be used, found out after its weights were loaded."""
+        return self._refusal
 
     def shutdown(self) -> None:
         if self._service is not None:

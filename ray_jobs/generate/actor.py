@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import sys
 import traceback
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from gen import memory
 from gen.engine import EngineInfo
-from gen.memory import EngineLostError
+from gen.isolation import EngineDiedError, EngineLostError, Isolation
 from gen.prompts import BadRow, Prompt
 from gen.replica import Replica, ReplicaSpec
 from storage import Dataset, ShardTarget
@@ -29,9 +30,13 @@ class ReplicaActor:
         self._spec = spec
         self._log_file = Path(log_file)
         self._log_start = self._log_file.stat().st_size
-        self._oom_kills = memory.count_oom_kills()
+        self._ran_out_of_memory: bool | None = None  # known once the engine is dead
         self._replica = Replica(spec)
         self._dataset = Dataset.open(dataset_uri)
+
+    async def node(self) -> str:
+        """The node that this actor was placed on."""
+        return platform.node()
 
     async def start(self) -> EngineInfo:
         """Load the verifier.
@@ -42,14 +47,19 @@ class ReplicaActor:
         try:
             return await self._replica.start()
         except Exception as error:  # noqa: BLE001 - crosses to the driver as an error that Ray can pickle
+            out_of_memory = self._died_of_memory()
             traceback.print_exc()
             if isinstance(error, ValueError):
                 raise ValueError(str(error)) from None
-            detail = f"the engine did not start: {describe_error(error)}"
-            raise EngineLostError(detail, self._died_of_memory()) from None
+            raise EngineLostError(f"the engine did not start: {describe_error(error)}", out_of_memory) from None
 
     async def run_unit(
-        self, unit: int, attempt: int, rows: list[Prompt | BadRow], shard_options: dict[str, Any]
+        self,
+        unit: int,
+        attempt: int,
+        rows: list[Prompt | BadRow],
+        shard_options: dict[str, Any],
+        isolation: Isolation,
     ) -> dict[str, Any]:
         """Answer one unit, write its files, and return what the driver needs to commit it.
 
@@ -61,16 +71,19 @@ class ReplicaActor:
         writer = self._dataset.writer()
         target: ShardTarget = writer.shard_target(unit, attempt, **shard_options)
         try:
-            outcome = await self._replica.run_unit(rows, target)
+            outcome = await self._replica.run_unit(rows, target, isolation)
             files = await asyncio.to_thread(
                 writer.write_unit, unit, attempt, outcome.samples, outcome.rejects, outcome.shards
             )
         except Exception as error:  # noqa: BLE001 - crosses to the driver as an error that Ray can pickle
+            out_of_memory = self._replica.is_dead and self._died_of_memory()
             traceback.print_exc()
-            cause = describe_error(error)
+            if isinstance(error, EngineDiedError):
+                detail = f"the engine died: {describe_error(error.__cause__ or error)}"
+                raise EngineLostError(detail, out_of_memory, error.suspects, error.alone) from None
             if self._replica.is_dead:
-                raise EngineLostError(f"the engine died: {cause}", self._died_of_memory()) from None
-            raise UnitError(cause) from None
+                raise EngineLostError(f"the engine died: {describe_error(error)}", out_of_memory) from None
+            raise UnitError(describe_error(error)) from None
         return {
             "files": files.to_json(),
             "num_samples": len(outcome.samples),
@@ -83,7 +96,12 @@ class ReplicaActor:
         }
 
     def _died_of_memory(self) -> bool:
-        return memory.died_of_memory(self._log_file, self._log_start, self._oom_kills)
+        """Looked up once, before the tracebacks of the engine's requests push what vLLM said out of the log's end."""
+        if self._ran_out_of_memory is None:
+            self._ran_out_of_memory = memory.died_of_memory(
+                self._log_file, self._log_start, self._replica.oom_kills_before
+            )
+        return self._ran_out_of_memory
 
     async def stop(self) -> None:
         """End the engine's processes; the actor itself is ended by the driver."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -17,13 +18,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gen.engine import EngineInfo, cpu_bindings
 from gen.head import extract_head
-from gen.memory import EngineLostError
+from gen.isolation import EngineLostError
 from gen.replica import ReplicaSpec
 from ray_jobs.errors import JobError
 from ray_jobs.generate.actor import ReplicaActor
 from ray_jobs.generate.config import GenerateConfig
+from ray_jobs.generate.deaths import Deaths
 from ray_jobs.generate.leases import Lease, Leases
 from ray_jobs.generate.plan import JobPlan, plan_job
+from ray_jobs.generate.room import RoomWait, has_gpu, has_room, num_devices, replica_bundle, replicas_on_node
 from ray_jobs.generate.spool import PromptSpool
 from ray_jobs.generate.summary import GenerateSummary
 from ray_jobs.generate.token_budget import TokenBudget
@@ -50,15 +53,27 @@ class _Replica:
     actor: Any
     started: float
     token_budget: int | None
+    placed: float | None = None  # when the cluster had room for it
     info: EngineInfo | None = None
     loaded: float = 0.0  # when `info` came
     last_result: float = 0.0  # when the newest of its units came, or `loaded`
+    excused: bool = False  # it died of a token budget that was lowered for it: no unit's fault
 
     def lost_s(self, now: float) -> float:
         """Seconds that its death costs: its start, which must be done again, and what it did since its last unit."""
+        if self.placed is None:
+            return 0.0
         if self.info is None:
-            return now - self.started
-        return (self.loaded - self.started) + (now - self.last_result)
+            return now - self.placed
+        return (self.loaded - self.placed) + (now - self.last_result)
+
+
+class _Call(NamedTuple):
+    """A call to a replica's actor that is under way: its placement, its start, or the unit of a lease."""
+
+    replica: _Replica
+    kind: Literal["place", "start", "unit"]
+    lease: Lease | None = None
 
 
 def run_generate(config: GenerateConfig, run_dir: Path) -> GenerateSummary:
@@ -68,7 +83,8 @@ def run_generate(config: GenerateConfig, run_dir: Path) -> GenerateSummary:
 
     Raises:
         ValueError: the configuration is wrong, or the data set has another identity.
-        UnitFailedError, ReplicaLostError, CaptureFaultError: a bound was reached; what is committed stays.
+        JobError: a bound was reached (units, replicas, prompts that kill engines, bad states, the wait for room); what
+            is committed stays.
     """
     began = time.monotonic()
     plan = plan_job(config, run_dir)
@@ -110,26 +126,23 @@ class _Driver:
     def run(self, pending: list[int]) -> None:
         replicas = self._config.replicas
         self._leases = Leases(pending, replicas.max_unit_attempts)
+        self._deaths = Deaths(replicas.max_unit_deaths, replicas.max_prompt_deaths, replicas.max_fatal_prompts)
         self._budget = TokenBudget(self._run_dir, replicas.max_num_batched_tokens, replicas.min_batched_tokens)
         self._units = {unit.unit: unit for unit in self._plan.units}
-        self._calls: dict[Any, tuple[_Replica, Lease | None]] = {}
+        self._calls: dict[Any, _Call] = {}
         count = min(replicas.count, len(pending))
-        has_gpu = ray.cluster_resources().get("GPU", 0) > 0
         self._bindings = (
-            [None] * count if has_gpu else cpu_bindings(count, replicas.tensor_parallel_size, replicas.cores)
+            [None] * count if has_gpu() else cpu_bindings(count, replicas.tensor_parallel_size, replicas.cores)
         )
-        bundle = self._bundle(has_gpu)
-        # At most: PACK fills one node before the next.
-        resource = "GPU" if has_gpu else "CPU"
-        room = max(node["Resources"].get(resource, 0) for node in ray.nodes() if node["Alive"])
-        self._num_on_node = max(1, min(count, int(room // bundle[resource])))
-        self._group = placement_group([bundle] * count, strategy="PACK")
-        self._bundle_options = {"num_gpus": bundle.get("GPU", 0), "num_cpus": bundle["CPU"]}
+        self._bundle = replica_bundle(replicas)
+        self._room = RoomWait(self._bundle, replicas.placement_timeout_s)
+        self._num_on_node = replicas_on_node(self._bundle, count)
+        self._group = placement_group([self._bundle] * count, strategy="PACK")
         self._actors: list[_Replica] = []
         self._restarts = Counter[int]()  # by replica
         try:
             with stage("loading the verifier", count) as progress:
-                self._wait_for_room(bundle, count, progress)
+                self._wait_for_room(count, progress)
                 for index in range(count):
                     self._start(index)
                 self._wait_for_first(progress)
@@ -138,15 +151,6 @@ class _Driver:
         finally:
             self._stop_all()
             remove_placement_group(self._group)
-
-    def _bundle(self, has_gpu: bool) -> dict[str, float]:
-        ranks = self._config.replicas.tensor_parallel_size * self._config.replicas.pipeline_parallel_size
-        if has_gpu:
-            return {"GPU": ranks, "CPU": 1}
-        # A bundle lies on one node: one that is larger than every node would be waited for without end.
-        largest = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-        share = min(ray.cluster_resources()["CPU"] / self._config.replicas.count, largest)
-        return {"CPU": self._config.replicas.cores or max(1, int(share))}
 
     def _start(self, index: int) -> None:
         spec = ReplicaSpec(
@@ -167,23 +171,37 @@ class _Driver:
                 max_task_retries=0,
                 max_concurrency=self._config.replicas.units_in_flight + 2,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
-                **self._bundle_options,
+                num_gpus=self._bundle.get("GPU", 0),
+                num_cpus=self._bundle["CPU"],
             )
             .remote(spec, self._dataset.uri, str(self._log_file(spec.name).resolve()))
         )
         replica = _Replica(index, spec.name, actor, time.monotonic(), self._budget.value)
         self._actors.append(replica)
-        self._calls[actor.start.remote()] = (replica, None)
+        self._calls[actor.node.remote()] = _Call(replica, "place")
+        self._calls[actor.start.remote()] = _Call(replica, "start")
 
     def _log_file(self, name: str) -> Path:
         return self._run_dir / "logs" / f"{name}.log"
 
-    def _wait_for_room(self, bundle: dict[str, float], count: int, progress: Stage) -> None:
+    def _wait_for_room(self, count: int, progress: Stage) -> None:
         """Until the cluster has the replicas' resources; an autoscaler may need minutes, a wrong request for ever."""
-        needs = ", ".join(f"{number:g} {name}" for name, number in bundle.items())
+        since = time.monotonic()
         while not self._group.wait(timeout_seconds=1):
-            progress.update(note=f"waiting for room in the cluster: {count} x ({needs})")
+            progress.update(note="waiting for room in the cluster")
+            self._room.waiting(f"each of {count} replicas", since, others_work=False)
         progress.update(note="")
+        self._room.placed()
+
+    def _check_room(self) -> None:
+        """Replicas that replace others wait for room as well, after a node was lost."""
+        waiting = [replica for replica in self._actors if replica.placed is None]
+        if waiting and has_room(self._group):
+            waiting = []  # there is room: their processes are starting
+        for replica in waiting:
+            self._room.waiting(replica.name, replica.started, others_work=len(waiting) < len(self._actors))
+        if not waiting:
+            self._room.placed()
 
     def _wait_for_first(self, progress: Stage) -> None:
         """Replicas that are still loading join later; generation starts with the first one."""
@@ -201,8 +219,11 @@ class _Driver:
                         break
                     unit = self._units[lease.unit]
                     rows = spool.rows(self._plan.order[unit.first : unit.first + unit.num_prompts])
-                    call = replica.actor.run_unit.remote(lease.unit, lease.attempt, rows, self._shard_options)
-                    self._calls[call] = (replica, lease)
+                    isolation = self._deaths.isolation(lease.unit)
+                    call = replica.actor.run_unit.remote(
+                        lease.unit, lease.attempt, rows, self._shard_options, isolation
+                    )
+                    self._calls[call] = _Call(replica, "unit", lease)
             self._poll(progress)
             seconds = time.monotonic() - self._began - self._summary.start_s
             self._summary.generate_s = seconds
@@ -217,17 +238,28 @@ class _Driver:
         ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=POLL_S)
         progress.show()
         for call in ready:
-            replica, lease = self._calls.pop(call)
-            try:
-                result = ray.get(call)
-            except (RayActorError, RayTaskError) as error:
-                self._failed(replica, lease, error)
-                continue
-            if lease is None:
+            if call in self._calls:  # those of a replica that was lost are taken together
+                self._take(call)
+        self._check_room()
+
+    def _take(self, reference: Any) -> None:
+        """The result of a call that has ended."""
+        call = self._calls.pop(reference)
+        replica = call.replica
+        try:
+            result = ray.get(reference)
+        except (RayActorError, RayTaskError) as error:
+            self._failed(call, error)
+            return
+        match call.kind:
+            case "place":
+                replica.placed = time.monotonic()
+            case "start":
                 replica.info = result
                 replica.loaded = replica.last_result = time.monotonic()
-            else:
-                self._commit(replica, lease, result)
+            case "unit":
+                assert call.lease is not None
+                self._commit(replica, call.lease, result)
 
     def _commit(self, replica: _Replica, lease: Lease, result: dict[str, Any]) -> None:
         assert replica.info is not None
@@ -258,31 +290,29 @@ class _Driver:
                 f"{allowed:g} are allowed (capture.max_fault_share); see {self._log_file(replica.name)}"
             )
 
-    def _failed(self, replica: _Replica, lease: Lease | None, error: RayActorError | RayTaskError) -> None:
+    def _failed(self, call: _Call, error: RayActorError | RayTaskError) -> None:
         """A call failed. A replica that died, or whose engine did, is ended and replaced within bounds.
 
         Raises ValueError when the replica refused the configuration: another start would only refuse it again.
         """
+        replica, lease = call.replica, call.lease
         if lease is None and isinstance(error, RayTaskError) and isinstance(error.cause, ValueError):
             raise ValueError(f"{replica.name} cannot start: {error.cause}") from error
         lost = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, EngineLostError) else None
         cause = str(lost or error).strip().splitlines()[-1]
-        engine_died = isinstance(error, RayActorError) or lost is not None
+        if lease is not None and lost is None and isinstance(error, RayTaskError):
+            self._leases.release(lease.unit, f"{replica.name}: {cause}")
+            return
+        is_first = replica in self._actors
+        if is_first:
+            self._actors.remove(replica)
+            self._count_loss(replica, lost, cause)
         if lease is not None:
-            # An engine's death takes all its units along; restarts are bounded, the units are not blamed for it.
-            self._leases.release(lease.unit, f"{replica.name}: {cause}", counts=not engine_died)
-        if lease is not None and not engine_died:
+            self._release_lost(replica, lease, lost, cause)
+        if not is_first:
             return
-        if replica not in self._actors:
-            return
-        self._actors.remove(replica)
+        self._take_rest(replica)
         self._end(replica)
-        self._summary.lost_s += replica.lost_s(time.monotonic())
-        if lost is not None and lost.out_of_memory:
-            self._summary.num_out_of_memory += 1
-            used = replica.token_budget or (replica.info.max_num_batched_tokens if replica.info else None)
-            if used is not None:
-                self._budget.halve(used, cause)
         if self._restarts[replica.index] >= self._config.replicas.max_restarts:
             raise ReplicaLostError(
                 f"{replica.name} was lost after {self._restarts[replica.index]} restarts (replicas.max_restarts): "
@@ -292,11 +322,48 @@ class _Driver:
         self._summary.num_restarts += 1
         self._start(replica.index)
 
+    def _count_loss(self, replica: _Replica, lost: EngineLostError | None, cause: str) -> None:
+        """What a lost replica has cost, and the smaller token budget when it ran out of memory."""
+        lost_s = replica.lost_s(time.monotonic())
+        self._summary.lost_s += lost_s
+        self._summary.lost_device_s += lost_s * num_devices(self._bundle)
+        if lost is not None and lost.out_of_memory:
+            self._summary.num_out_of_memory += 1
+            used = replica.token_budget or (replica.info.max_num_batched_tokens if replica.info else None)
+            if used is not None:
+                replica.excused = self._budget.halve(used, cause)
+
+    def _release_lost(self, replica: _Replica, lease: Lease, lost: EngineLostError | None, cause: str) -> None:
+        """Release a unit of a lost replica. A node's loss is nobody's fault; an engine's death may be a prompt's."""
+        if lost is not None and not replica.excused:
+            verdict = self._deaths.died(lease.unit, replica.index, lost)
+            if verdict is not None:
+                # The deaths are explained: they say nothing about the replicas any more.
+                self._restarts.subtract(verdict.replicas)
+                self._summary.num_fatal_prompts += 1
+                print(
+                    f"rejected row {verdict.row} ({verdict.fatal.reason}): {verdict.fatal.detail}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        exclusive = self._deaths.isolation(lease.unit).is_exclusive
+        self._leases.release(lease.unit, f"{replica.name}: {cause}", counts=False, exclusive=exclusive)
+
+    def _take_rest(self, replica: _Replica) -> None:
+        """The results of a lost replica's other calls, which come within seconds: units that it had done already, and
+        what was in the engine of the others."""
+        references = [reference for reference, call in self._calls.items() if call.replica is replica]
+        if references:
+            ready, _ = ray.wait(references, num_returns=len(references), timeout=STOP_TIMEOUT_S)
+            for reference in ready:
+                self._take(reference)
+
     def _end(self, replica: _Replica) -> None:
         """Stop a replica's engine, then its process; a replica that does not answer is killed."""
         # Asking first lets the engine end its worker processes; the kill below is what counts.
-        with suppress(RayActorError, RayTaskError, GetTimeoutError):
-            ray.get(replica.actor.stop.remote(), timeout=STOP_TIMEOUT_S)
+        if replica.placed is not None:
+            with suppress(RayActorError, RayTaskError, GetTimeoutError):
+                ray.get(replica.actor.stop.remote(), timeout=STOP_TIMEOUT_S)
         ray.kill(replica.actor, no_restart=True)
 
     def _stop_all(self) -> None:

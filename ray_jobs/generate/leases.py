@@ -25,7 +25,11 @@ class Lease:
 
 
 class Leases:
-    """Leases of one job. Units are given out in ascending order, released ones first."""
+    """Leases of one job. Units are given out in ascending order, released ones first.
+
+    A unit that must be alone goes to a replica that holds nothing, which gets nothing else meanwhile; one replica at a
+    time is emptied for it, the others go on.
+    """
 
     def __init__(self, units: Iterable[int], max_attempts: int) -> None:
         self._pending = deque(sorted(units))
@@ -33,25 +37,28 @@ class Leases:
         self._attempts: dict[int, int] = {}
         self._failures: dict[int, list[str]] = {}
         self._max_attempts = max_attempts
+        self._exclusive: set[int] = set()
+        self._emptying: str | None = None  # the replica that gets nothing until it can take an exclusive unit
         self.num_retries = 0
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
-
-    @property
-    def num_leased(self) -> int:
-        return len(self._leased)
 
     @property
     def is_done(self) -> bool:
         return not self._pending and not self._leased
 
     def lease(self, replica: str) -> Lease | None:
-        """Give the next unit to `replica`; None when nothing is pending."""
-        if not self._pending:
+        """Give the next unit to `replica`; None when there is none for it now."""
+        held = self.held_by(replica)
+        if any(unit in self._exclusive for unit in held):
             return None
-        unit = self._pending.popleft()
+        exclusive = next((unit for unit in self._pending if unit in self._exclusive), None)
+        if exclusive is not None and (not held or self._emptying in (None, replica)):
+            self._emptying = replica if held else None
+            return None if held else self._give(exclusive, replica)
+        shared = next((unit for unit in self._pending if unit not in self._exclusive), None)
+        return None if shared is None else self._give(shared, replica)
+
+    def _give(self, unit: int, replica: str) -> Lease:
+        self._pending.remove(unit)
         attempt = self._attempts.get(unit, 0)
         self._attempts[unit] = attempt + 1
         self._leased[unit] = Lease(unit, attempt, replica)
@@ -61,20 +68,26 @@ class Leases:
         """The unit is committed."""
         assert unit in self._leased, f"unit {unit} is not leased"
         del self._leased[unit]
+        self._exclusive.discard(unit)
 
-    def release(self, unit: int, cause: str, *, counts: bool = True) -> None:
+    def release(self, unit: int, cause: str, *, counts: bool = True, exclusive: bool = False) -> None:
         """The unit's work is lost; it is pending again.
 
         Args:
             unit: the leased unit.
             cause: what happened, kept for the final message.
             counts: False when the unit cannot be at fault (its replica was stopped on purpose).
+            exclusive: whether its next replica must hold no other unit.
 
         Raises:
             UnitFailedError: when it failed `max_attempts` times.
         """
         assert unit in self._leased, f"unit {unit} is not leased"
-        del self._leased[unit]
+        if self._leased.pop(unit).replica == self._emptying:
+            self._emptying = None  # it may be lost for long; another can be emptied as well
+        self._exclusive.discard(unit)
+        if exclusive:
+            self._exclusive.add(unit)
         self.num_retries += 1
         if counts:
             failures = self._failures.setdefault(unit, [])

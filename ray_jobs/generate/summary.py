@@ -26,7 +26,9 @@ class GenerateSummary:
     num_restarts: int = 0
     num_out_of_memory: int = 0  # of the lost replicas
     num_tightened: int = 0  # times that fewer requests were admitted for want of memory
+    num_fatal_prompts: int = 0  # rejected because their engine died with each of them alone in it
     lost_s: float = 0.0  # of replicas that died: their start, and what they did since their last unit
+    lost_device_s: float = 0.0  # the same times the GPUs of a replica, or its cores on CPU
     start_s: float = 0.0  # until the first replica could answer
     first_commit_s: float | None = None  # from the start of the job; None when this run committed nothing
     generate_s: float = 0.0  # from then to the last commit
@@ -62,6 +64,8 @@ class GenerateSummary:
             lines.append(
                 f"retried units: {self.num_retries}, restarted replicas: {self.num_restarts}, "
                 f"{self.num_out_of_memory} of them out of memory "
-                f"({self.lost_s:.0f} s lost), samples with bad states: {self.num_capture_faults}"
+                f"({self.lost_s:.0f} s and {self.lost_device_s:.0f} GPU-seconds, on CPU core-seconds, lost), "
+                f"prompts that killed their engine: {self.num_fatal_prompts}, "
+                f"samples with bad states: {self.num_capture_faults}"
             )
         return "\n".join(lines)

@@ -57,7 +57,7 @@ def decode(
     # Before anything of that size is allocated: `rows` may come from a damaged file.
     header = planes.read_header(view, rows, spec, where)
     if out is None:
-        out = np.empty(shape, spec.np_dtype)
+        out = planes.empty_array(shape, spec.np_dtype)
     elif out.shape != shape or out.dtype != spec.np_dtype or not out.flags.c_contiguous:
         raise ValueError(f"out is {out.dtype} {list(out.shape)}, expected contiguous {spec.np_dtype} {list(shape)}")
     planes.decode(view, header, out, spec, where)

@@ -21,6 +21,7 @@ A frame, all integers little-endian:
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 import zstandard
+from numpy.typing import DTypeLike
 
 from storage.codec import kernels
 from storage.errors import DamagedError, SchemaError
@@ -46,6 +48,13 @@ _SHIFTS = {"bfloat16": 0, "float16": 3, "float32": 0}
 
 # Exponents of one layer that are compressed together: two zstd blocks, each with a Huffman table of its own.
 _CHUNK_ELEMENTS = 256 * 1024
+
+
+def empty_array(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """As numpy.empty, from Arrow's memory pool, which uses its pages again: fresh ones from the system cost half as
+    much as the coding."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer(pa.allocate_buffer(num_bytes), dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,9 @@ def encode(states_TLH: np.ndarray, spec: StateSpec) -> memoryview:
     # Everything is written to its place in the frame; what does not compress grows by less than a hundredth.
     num_frames = layers * -(-rows // rows_per_chunk)
     bound = _HEADER_BYTES + 2 * high_TLH.size + high_TLH.size // 64 + 1024 * (num_frames + 1) + len(tail)
-    frame = _Appender(np.empty(bound + channel_LH.size + row_LT.size, np.uint8), _HEADER_BYTES + high_TLH.size)
+    frame = _Appender(empty_array((bound + channel_LH.size + row_LT.size,), np.uint8), _HEADER_BYTES + high_TLH.size)
     low_TLH = frame.buffer[_HEADER_BYTES : frame.end].reshape(high_TLH.shape)
-    chunk_TH = np.empty((min(rows, rows_per_chunk), hidden), np.uint8)
+    chunk_TH = empty_array((min(rows, rows_per_chunk), hidden), np.uint8)
     for start in range(0, rows, rows_per_chunk):
         stop = min(rows, start + rows_per_chunk)
         exponent_TH = chunk_TH[: stop - start]
@@ -214,8 +223,7 @@ def _decompress(packed: memoryview, size: int, where: str) -> pa.Buffer:
     try:
         if zstandard.frame_content_size(packed) != size:
             raise DamagedError(f"{where}: a compressed plane does not hold the {size} bytes that it should")
-        # Arrow's memory pool uses its pages again; fresh ones from the system, as bytes objects of this size are made
-        # of, cost half as much as the decoding.
+        # Into memory of Arrow's pool, see `empty_array`.
         return _ZSTD.decompress(packed, size)
     except (zstandard.ZstdError, pa.ArrowException, OSError) as error:
         raise DamagedError(f"{where}: a compressed plane is damaged ({error})") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -25,9 +26,21 @@ class Outcome:
         return json.loads(self.stdout)
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+def start(
+    *arguments: str, cwd: Path, environment: dict[str, str] | None = None, cgroup: Path | None = None
+) -> subprocess.Popen[str]:
+    """`environment` is added to this process's own; `cgroup` is the folder of one that the command is put into."""
     command = [sys.executable, "-m", "ray_jobs", *arguments]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if cgroup is not None:
+        command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(cgroup / "cgroup.procs"), *command]
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> Outcome:

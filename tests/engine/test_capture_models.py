@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from capture_engine import CORES, Engine, sampling
 from capture_reference import Reference, check_all, check_controls
-from conftest import CORES, Engine, sampling
 from random_models import HIDDEN, RANDOM_MODELS, VOCAB, RandomModel
 
 from storage.types import StateSpec

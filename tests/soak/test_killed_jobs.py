@@ -20,10 +20,13 @@ from storage.reader import SampleReader
 from storage.verify import verify
 
 NUM_PROMPTS = 60
-MAX_ROUNDS = 12
+# Then it is left to end.
+NUM_KILLS = 8
 SEED = 20261130
-# From before the engine is up until well into generating, on two cores.
-KILL_AFTER_S = (20.0, 100.0)
+# One kill of four comes while the job starts; the others come after an engine is up, however long that takes.
+KILL_STARTING_AFTER_S = (5.0, 40.0)
+KILL_WORKING_AFTER_S = (5.0, 60.0)
+ENGINE_LIMIT_S = 300
 
 
 @pytest.mark.timeout(3600)
@@ -51,11 +54,17 @@ def test_a_job_that_is_killed_at_random_ends_whole(tmp_path: Path, verifier_dir:
     command = [sys.executable, "-m", "ray_jobs", "generate", str(config), "--json", "--run-dir", "run"]
     draw = random.Random(SEED)
     kills = []
-    for round_number in range(MAX_ROUNDS):
+    for round_number in range(NUM_KILLS + 1):
         log = (tmp_path / f"round-{round_number}.log").open("w")
         process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)
-        family = _wait(process, draw.uniform(*KILL_AFTER_S))
-        if process.poll() is None:
+        if round_number == NUM_KILLS:
+            family = _wait(process, 1200)
+        elif draw.random() < 0.25:
+            family = _wait(process, draw.uniform(*KILL_STARTING_AFTER_S))
+        else:
+            _wait(process, ENGINE_LIMIT_S, until_engine=True)
+            family = _wait(process, draw.uniform(*KILL_WORKING_AFTER_S))
+        if process.poll() is None and round_number < NUM_KILLS:
             victim = draw.choice(["driver", "engine"])
             kills.append(victim)
             if victim == "engine" and _kill_engine(family):
@@ -69,7 +78,7 @@ def test_a_job_that_is_killed_at_random_ends_whole(tmp_path: Path, verifier_dir:
         if process.returncode == 0:
             break
     else:
-        pytest.fail(f"not finished after {MAX_ROUNDS} rounds, kills {kills}")
+        pytest.fail(f"not finished after {NUM_KILLS} kills: {kills}")
 
     assert kills, "the job ended before the first kill: nothing was tested"
     snapshot = Dataset.open(tmp_path / "dataset").snapshot()
@@ -81,8 +90,8 @@ def test_a_job_that_is_killed_at_random_ends_whole(tmp_path: Path, verifier_dir:
     print(f"rounds {round_number + 1}, kills {kills}")
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> list[psutil.Process]:
-    """Until the process ends or the time is over; the descendants that were seen meanwhile."""
+def _wait(process: subprocess.Popen[bytes], seconds: float, until_engine: bool = False) -> list[psutil.Process]:
+    """Until the process ends, the time is over or an engine is up; the descendants that were seen meanwhile."""
     seen: dict[int, psutil.Process] = {}
     deadline = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < deadline:
@@ -91,13 +100,22 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> list[psutil.Proce
                 seen.setdefault(child.pid, child)
         except psutil.NoSuchProcess:
             break
+        if until_engine and any(map(_is_engine, seen.values())):
+            break
         time.sleep(0.2)
     return list(seen.values())
 
 
+def _is_engine(child: psutil.Process) -> bool:
+    try:
+        return child.is_running() and "VLLM::" in " ".join([child.name(), *child.cmdline()])
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _kill_engine(family: list[psutil.Process]) -> bool:
     for child in family:
-        if child.is_running() and "VLLM::" in " ".join([child.name(), *child.cmdline()]):
+        if _is_engine(child):
             child.kill()
             return True
     return False

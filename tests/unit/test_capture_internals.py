@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,7 +57,7 @@ def test_the_scheduler_says_what_is_read() -> None:
         "finished_req_ids",
         "preempted_req_ids",
     } <= fields(SchedulerOutput)
-    assert {"req_ids", "num_computed_tokens"} <= fields(CachedRequestData)
+    assert {"req_ids", "num_computed_tokens", "resumed_req_ids"} <= fields(CachedRequestData)
     assert {"req_id", "prompt_token_ids", "sampling_params", "num_computed_tokens"} <= fields(NewRequestData)
 
 
@@ -66,7 +67,44 @@ def test_the_worker_is_called_as_it_is_overridden() -> None:
     assert list(inspect.signature(Worker.load_model).parameters) == ["self", "load_dummy_weights"]
     assert list(inspect.signature(Worker.execute_model).parameters) == ["self", "scheduler_output"]
     assert list(inspect.signature(Worker.sample_tokens).parameters) == ["self", "grammar_output"]
+    assert list(inspect.signature(Worker.initialize_from_config).parameters) == ["self", "kv_cache_config"]
     assert {"model_runner", "use_v2_model_runner"} <= self_names(Worker.__init__) | self_names(Worker.load_model)
+
+
+def test_the_block_table_is_what_slots_are_read_from() -> None:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.block_table import BlockTable
+
+    assert {"block_size", "block_table"} <= self_names(BlockTable.__init__)
+    # vLLM computes a token's slot as read_slots does: block id times block size and the place in the block.
+    assert "self.block_table.np[row_idx, start : start + num_blocks] = block_ids" in inspect.getsource(BlockTable)
+    assert {"num_blocks", "kv_cache_groups"} <= set(KVCacheConfig.__dataclass_fields__)
+
+
+def test_slots_of_a_step_and_of_the_prefix_that_it_starts_behind() -> None:
+    blocks = np.array([[7, 3, 0], [5, 6, 2], [4, 0, 0]])
+    table = SimpleNamespace(block_size=4, block_table=SimpleNamespace(np=blocks))
+    runner = SimpleNamespace(input_batch=SimpleNamespace(block_table=[table]))
+    scheduler_output: Any = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="new")],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"resumed"}),
+    )
+    source: Any = None
+    step = internals.Step(source, [("decodes", 5, 1), ("resumed", 8, 2), ("new", 0, 3)])
+    slots = internals.read_slots(runner, scheduler_output, step)
+    assert slots.slots_N.tolist() == [13, 8, 9, 16, 17, 18]
+    assert {name: values.tolist() for name, values in slots.prefixes.items()} == {
+        "resumed": [20, 21, 22, 23, 24, 25, 26, 27]
+    }
+
+
+def test_layers_that_are_cached_in_groups_have_no_arena() -> None:
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    one: Any = SimpleNamespace(num_blocks=10, kv_cache_groups=[group])
+    assert internals.count_slots(one) == 160
+    two: Any = SimpleNamespace(num_blocks=10, kv_cache_groups=[group, group])
+    with pytest.raises(ValueError, match=r"capture\.prefix_arena_gib: .* 2 groups"):
+        internals.count_slots(two)
 
 
 def test_a_runner_without_the_names_is_refused_by_name() -> None:

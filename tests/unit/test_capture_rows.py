@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gen.capture.messages import UnitAttempt
 from gen.capture.rows import RowStore
 from gen.capture.transfer import RowTransfer, StepSource
 from storage.types import SampleKey, StateSpec
 
 SPEC = StateSpec((1, 3), 4)
 KEY = SampleKey(0, 0, 0)
+UNIT = UnitAttempt(0, 1)
 
 
 def true_states(token_ids: list[int], request: int) -> np.ndarray[Any, Any]:
@@ -41,12 +43,12 @@ class Schedule:
         ]
         self.computed = [0] * num_requests
         self.store = RowStore(SPEC)
-        self.store.open_unit(0)
+        self.store.open_unit(UNIT)
         self.transfer = RowTransfer(
             SPEC, torch.device("cpu"), piece_bytes=piece_rows * SPEC.row_bytes, num_pieces=2, threaded=threaded
         )
         for request, tokens in enumerate(self.tokens):
-            self.store.begin(f"r{request}", 0, SampleKey(request, 0, 0), len(tokens))
+            self.store.begin(f"r{request}", UNIT, SampleKey(request, 0, 0), len(tokens))
 
     def step(self) -> None:
         waiting = [request for request, tokens in enumerate(self.tokens) if self.computed[request] < len(tokens)]
@@ -85,7 +87,7 @@ def test_rows_end_where_they_belong(data: Any, num_requests: int, threaded: bool
     if fence is not None:
         fence.result(10)
     for request, tokens in enumerate(schedule.tokens):
-        rows = schedule.store.take(0, SampleKey(request, 0, 0))
+        rows = schedule.store.take(UNIT, SampleKey(request, 0, 0))
         assert rows is not None
         assert rows.fault is None
         assert rows.num_rows == len(tokens)
@@ -103,26 +105,26 @@ def put(store: RowStore, request_id: str, position: int, count: int, value: floa
 
 def opened() -> RowStore:
     store = RowStore(SPEC)
-    store.open_unit(0)
+    store.open_unit(UNIT)
     return store
 
 
 def test_a_gap_is_a_fault() -> None:
     """Positions that came out of the prefix cache have no forward pass."""
     store = opened()
-    store.begin("a", 0, KEY, 8)
+    store.begin("a", UNIT, KEY, 8)
     put(store, "a", 3, 2)
-    rows = store.take(0, KEY)
+    rows = store.take(UNIT, KEY)
     assert rows is not None
     assert rows.fault == "rows 0 to 2 were never computed"
 
 
 def test_a_row_past_the_end_is_dropped() -> None:
     store = opened()
-    store.begin("a", 0, KEY, 3)
+    store.begin("a", UNIT, KEY, 3)
     put(store, "a", 0, 3)
     put(store, "a", 3, 1)
-    rows = store.take(0, KEY)
+    rows = store.take(UNIT, KEY)
     assert rows is not None
     assert rows.num_rows == 3
     assert rows.fault is None
@@ -131,23 +133,23 @@ def test_a_row_past_the_end_is_dropped() -> None:
 def test_rows_of_a_taken_request_go_nowhere() -> None:
     """An asynchronous scheduler runs one step ahead of the answer's end."""
     store = opened()
-    store.begin("a", 0, KEY, 8)
+    store.begin("a", UNIT, KEY, 8)
     put(store, "a", 0, 3)
-    rows = store.take(0, KEY)
+    rows = store.take(UNIT, KEY)
     put(store, "a", 3, 1)
     assert rows is not None
     assert rows.num_rows == 3
-    assert store.num_rows() == 0
+    assert store.running("a") is None
 
 
 def test_a_finished_request_may_be_tried_again() -> None:
     store = opened()
-    store.begin("a", 0, KEY, 8)
+    store.begin("a", UNIT, KEY, 8)
     put(store, "a", 0, 3)
     store.end("a")
-    store.begin("b", 0, KEY, 8)
+    store.begin("b", UNIT, KEY, 8)
     put(store, "b", 0, 2, value=2.0)
-    rows = store.take(0, KEY)
+    rows = store.take(UNIT, KEY)
     assert rows is not None
     assert rows.fault is None
     assert rows.num_rows == 2
@@ -155,27 +157,33 @@ def test_a_finished_request_may_be_tried_again() -> None:
 
 def test_two_running_requests_with_one_key_poison_it() -> None:
     store = opened()
-    store.begin("a", 0, KEY, 8)
-    store.begin("b", 0, KEY, 8)
-    rows = store.take(0, KEY)
+    store.begin("a", UNIT, KEY, 8)
+    store.begin("b", UNIT, KEY, 8)
+    rows = store.take(UNIT, KEY)
     assert rows is not None
     assert rows.fault is not None
     assert "same time" in rows.fault
 
 
-@pytest.mark.parametrize("drop", [lambda store: store.discard(0, KEY), lambda store: store.drop_unit(0)])
-def test_discarded_rows_are_forgotten(drop: Any) -> None:
+def test_a_dropped_units_rows_are_forgotten() -> None:
     store = opened()
-    store.begin("a", 0, KEY, 8)
+    store.begin("a", UNIT, KEY, 8)
     put(store, "a", 0, 4)
-    drop(store)
+    store.drop_unit(UNIT)
     put(store, "a", 4, 1)
-    assert store.num_rows() == 0
     assert store.running("a") is None
+    assert not store.has_unit(UNIT)
 
 
-def test_a_request_of_a_unit_that_is_not_open_leaves_nothing() -> None:
+@pytest.mark.parametrize("unit", [UnitAttempt(5, 1), UNIT._replace(attempt=0)])
+def test_a_request_of_a_unit_that_is_not_open_leaves_nothing(unit: UnitAttempt) -> None:
+    """Nor does one of an earlier attempt: it may outlive its abort in the engine, with the same sample key."""
     store = opened()
-    store.begin("a", 5, KEY, 8)
-    put(store, "a", 0, 4)
-    assert store.num_rows() == 0
+    store.begin("current", UNIT, KEY, 8)
+    store.begin("old", unit, KEY, 8)
+    put(store, "current", 0, 2)
+    put(store, "old", 0, 4)
+    assert store.running("old") is None
+    rows = store.take(UNIT, KEY)
+    assert rows is not None
+    assert (rows.num_rows, rows.fault) == (2, None)

@@ -15,6 +15,7 @@ import torch
 
 from gen.capture.config import CaptureOptions, capture_engine_args
 from gen.capture.messages import (
+    UnitAttempt,
     decode_files,
     decode_receipt,
     decode_request,
@@ -31,6 +32,7 @@ from storage.types import SampleKey, ShardTarget, StateSpec
 
 SPEC = StateSpec((1, 3), 4)
 KEY = SampleKey(3, 1, 2)
+UNIT = UnitAttempt(0, 1)
 
 
 @pytest.fixture
@@ -40,9 +42,9 @@ def service() -> Iterator[CaptureService]:
     service.shutdown()
 
 
-def command(service: CaptureService, op: str, unit: int = 0, **arguments: Any) -> dict[str, Any]:
+def command(service: CaptureService, op: str, unit: UnitAttempt = UNIT, **arguments: Any) -> dict[str, Any]:
     """Give one command and exchange until its answer comes, as the client does."""
-    answers = service.exchange([{"ticket": 7, "op": op, "unit": unit, **arguments}])
+    answers = service.exchange([{"ticket": 7, "op": op, "unit": list(unit), **arguments}])
     deadline = time.monotonic() + 20
     while not answers and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -53,13 +55,17 @@ def command(service: CaptureService, op: str, unit: int = 0, **arguments: Any) -
 
 
 def run_request(
-    service: CaptureService, token_ids: list[int], key: SampleKey = KEY, bad: float | None = None
+    service: CaptureService,
+    token_ids: list[int],
+    key: SampleKey = KEY,
+    bad: float | None = None,
+    unit: UnitAttempt = UNIT,
 ) -> torch.Tensor:
     """Compute a whole request in one step; returns its states [T, L, H]."""
     states = torch.randn(len(token_ids), len(SPEC.layer_ids), SPEC.hidden_size).to(torch.bfloat16)
     if bad is not None:
         states[1, 1] = bad
-    service.store.begin("r", 0, key, 32)
+    service.store.begin("r", unit, key, 32)
     layers = [states[:, layer].contiguous() for layer in range(len(SPEC.layer_ids))]
     service.take_step(StepSource(layers, torch.tensor(token_ids, dtype=torch.int32)), [("r", 0, len(token_ids))])
     service.store.end("r")
@@ -71,7 +77,7 @@ def finish(service: CaptureService, token_ids: list[int], key: SampleKey = KEY) 
 
 
 def open_unit(service: CaptureService, directory: Path) -> None:
-    assert command(service, "open", target=encode_target(ShardTarget(str(directory), "w", 0, 0, SPEC))) == {}
+    assert command(service, "open", target=encode_target(ShardTarget(str(directory), "w", *UNIT, SPEC))) == {}
 
 
 def test_states_reach_a_closed_shard(service: CaptureService, tmp_path: Path) -> None:
@@ -127,13 +133,13 @@ def test_a_write_error_fails_the_unit_and_only_it(service: CaptureService, tmp_p
     run_request(service, [5, 6, 7])
 
     class Full:
-        def add(self, key: SampleKey, states_TLH: Any) -> None:
+        def add_encoded(self, key: SampleKey, sample: Any) -> None:
             raise OSError(28, "No space left on device")
 
         def abort(self) -> None:
             pass
 
-    service._shards._writers[0] = Full()  # type: ignore[assignment]
+    service._shards._writers[UNIT] = Full()  # type: ignore[assignment]
     assert "No space left" in finish(service, [5, 6, 7, 8])["error"]
     assert "has failed" in command(service, "close")["error"]
     assert command(service, "abort") == {}
@@ -143,12 +149,28 @@ def test_a_write_error_fails_the_unit_and_only_it(service: CaptureService, tmp_p
 
 
 def test_commands_about_no_unit_are_errors(service: CaptureService, tmp_path: Path) -> None:
-    assert "unit 0 is not open" in finish(service, [5, 6])["error"]
-    assert "unit 0 is not open" in command(service, "close")["error"]
+    assert "unit 0 (attempt 1) is not open" in finish(service, [5, 6])["error"]
+    assert "unit 0 (attempt 1) is not open" in command(service, "close")["error"]
     assert command(service, "abort") == {}
     open_unit(service, tmp_path)
-    target = encode_target(ShardTarget(str(tmp_path), "w", 0, 0, SPEC))
+    target = encode_target(ShardTarget(str(tmp_path), "w", *UNIT, SPEC))
     assert "open already" in command(service, "open", target=target)["error"]
+
+
+def test_rows_of_an_aborted_attempt_never_end_in_the_next_one(service: CaptureService, tmp_path: Path) -> None:
+    """A request that outlives its abort in the engine has the same sample key, and its answer may be another."""
+    open_unit(service, tmp_path)
+    assert command(service, "abort") == {}
+    again = UNIT._replace(attempt=2)
+    target = encode_target(ShardTarget(str(tmp_path), "w", *again, SPEC))
+    assert command(service, "open", again, target=target) == {}
+    right = run_request(service, [5, 6, 7], unit=again)
+    run_request(service, [5, 6, 7], unit=UNIT)
+    assert "not open" in finish(service, [5, 6, 7, 8])["error"]
+    answer = command(service, "finish", again, key=list(KEY), num_tokens=4, digest=token_digest([5, 6, 7]))
+    [entry] = decode_files(command(service, "close", again)["files"])
+    read = open_shard_reader(open_store(str(tmp_path)), entry, SPEC).read(decode_receipt(answer["receipt"]))
+    np.testing.assert_array_equal(read, right.view(torch.uint16).numpy())
 
 
 def test_the_engine_waits_for_a_full_queue() -> None:
@@ -168,8 +190,28 @@ def test_the_engine_waits_for_a_full_queue() -> None:
     shards.shutdown()
 
 
+def test_encoders_work_side_by_side_and_writes_keep_their_order() -> None:
+    shards = ShardThread(max_queued_bytes=100, num_encoders=2)
+    first: Future[str] = Future()
+    written: list[str] = []
+    slow = shards.submit_encoded(1, first.result, written.append)
+    encoded = threading.Event()
+    quick = shards.submit_encoded(1, lambda: encoded.set() or "second", written.append)
+    assert encoded.wait(10), "the second sample waits for the first one's encoder"
+    first.set_result("first")
+    slow.result(10)
+    quick.result(10)
+    assert written == ["first", "second"]
+    failed = shards.submit_encoded(1, lambda: [][0], written.append)
+    with pytest.raises(IndexError):
+        failed.result(10)
+    assert written == ["first", "second"]
+    assert shards.queued_bytes == 0
+    shards.shutdown()
+
+
 def test_request_marks_survive_the_way() -> None:
-    assert decode_request({"headrace_capture": encode_request(4, KEY)}) == (4, KEY)
+    assert decode_request({"headrace_capture": encode_request(UNIT, KEY)}) == (UNIT, KEY)
     assert decode_request({"kv_transfer_params": {}}) is None
     assert decode_request(None) is None
 

@@ -38,32 +38,61 @@ def test_an_engines_death_is_not_counted_against_its_units() -> None:
 
 @given(
     st.sets(st.integers(0, 30), min_size=1),
-    st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200),
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["finish", "lost", "exclusive"])), max_size=200),
 )
-def test_no_unit_is_lost_or_leased_twice(units: set[int], steps: list[tuple[str, bool]]) -> None:
+def test_no_unit_is_lost_or_leased_twice(units: set[int], steps: list[tuple[str, str]]) -> None:
     leases = Leases(units, max_attempts=1000)
     held: dict[int, str] = {}
     finished: list[int] = []
-    for replica, succeeds in steps:
+    exclusive: set[int] = set()
+    for replica, end in steps:
         lease = leases.lease(replica)
         if lease is not None:
             assert lease.unit not in held
             assert lease.unit not in finished
             held[lease.unit] = replica
+            mine = [unit for unit, holder in held.items() if holder == replica]
+            assert len(mine) == 1 or not exclusive & set(mine)
         if held:
             unit = next(iter(held))
             del held[unit]
-            if succeeds:
+            exclusive.discard(unit)
+            if end == "finish":
                 leases.finish(unit)
                 finished.append(unit)
             else:
-                leases.release(unit, "lost")
-        assert leases.num_pending + leases.num_leased + len(finished) == len(units)
-    while (lease := leases.lease("z")) is not None:
-        leases.finish(lease.unit)
-        finished.append(lease.unit)
+                leases.release(unit, "lost", exclusive=end == "exclusive")
+                exclusive |= {unit} if end == "exclusive" else set()
     for unit in held:
         leases.finish(unit)
         finished.append(unit)
+    while (lease := leases.lease("z")) is not None:
+        leases.finish(lease.unit)
+        finished.append(lease.unit)
     assert leases.is_done
     assert sorted(finished) == sorted(units)
+
+
+def test_an_exclusive_unit_waits_for_one_replica_and_the_others_go_on() -> None:
+    leases = Leases(range(8), max_attempts=2)
+    for replica in "aabb":
+        leases.lease(replica)
+    leases.release(0, "engine died", counts=False, exclusive=True)
+    assert leases.lease("a") is None  # is being emptied
+    assert leases.lease("b") == Lease(4, 0, "b")
+    leases.finish(1)
+    assert leases.lease("a") == Lease(0, 1, "a")
+    assert leases.lease("a") is None
+    leases.finish(0)
+    assert leases.lease("a") == Lease(5, 0, "a")
+
+
+def test_a_replica_that_is_lost_while_it_is_emptied_keeps_no_unit_waiting() -> None:
+    leases = Leases(range(4), max_attempts=2)
+    for replica in "aab":
+        leases.lease(replica)
+    leases.release(0, "engine died", exclusive=True)
+    assert leases.lease("a") is None
+    leases.release(1, "node lost", counts=False)
+    leases.finish(2)
+    assert leases.lease("b") == Lease(0, 1, "b")

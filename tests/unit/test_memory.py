@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from gen import memory
-from gen.memory import EngineLostError, died_of_memory
+from gen.isolation import EngineLostError
+from gen.memory import died_of_memory
 from ray_jobs.generate.token_budget import FILE_NAME, TokenBudget
+from storage import SampleKey
 
 
 @pytest.mark.parametrize(
@@ -38,33 +40,92 @@ def test_an_older_engines_log_does_not_count(tmp_path: Path) -> None:
     assert not died_of_memory(log, start, memory.count_oom_kills())
 
 
-def test_a_kill_by_the_kernel_leaves_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "replica.log"
-    log.write_text("")
-    vmstat = tmp_path / "vmstat"
-    vmstat.write_text("nr_free_pages 12\noom_kill 3\n")
-    monkeypatch.setattr(memory, "VMSTAT", vmstat)
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A node's files: 3 processes killed for want of memory so far, no cgroup."""
+    (tmp_path / "vmstat").write_text("nr_free_pages 12\noom_kill 3\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 4000 kB\nMemAvailable: 3000 kB\n")
+    for name, file in {"VMSTAT": "vmstat", "MEMINFO": "meminfo", "OWN_CGROUP": "own", "CGROUP_ROOT": "groups"}.items():
+        monkeypatch.setattr(memory, name, tmp_path / file)
+    return tmp_path
+
+
+def write_cgroup(node: Path, own: str, folder: str, **files: str) -> None:
+    (node / "own").write_text(own)
+    (node / "groups" / folder).mkdir(parents=True)
+    for name, text in files.items():
+        (node / "groups" / folder / name.replace("__", ".")).write_text(text)
+
+
+def version_2(node: Path, own: str, folder: str, kills: int = 0) -> None:
+    events, stat = f"max 5\noom {kills}\noom_kill {kills}\n", "anon 9\ninactive_file 300000\nactive_file 7\n"
+    files = {"memory__max": "1000000\n", "memory__current": "700000\n"}
+    write_cgroup(node, own, folder, memory__events=events, memory__stat=stat, **files)
+
+
+@pytest.mark.parametrize(
+    ("line", "before", "expected"),
+    [
+        ("ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor.", 2, True),
+        ("ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.", 2, True),
+        ("ERROR Engine core proc EngineCore died unexpectedly, shutting down client.", 2, True),
+        # Killed, but nothing on the node ran out of memory since; or a neighbour did, but ours was not killed.
+        ("ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor.", 3, False),
+        ("ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: -11), shutting down executor.", 2, False),
+        ("AssertionError", 2, False),
+    ],
+)
+def test_a_kill_by_the_kernel_is_a_killed_process_and_a_count(
+    node: Path, line: str, before: int, expected: bool
+) -> None:
+    log = node / "replica.log"
+    log.write_text(line + "\n")
     assert memory.count_oom_kills() == 3
-    assert died_of_memory(log, 0, oom_kills_before=2)
-    assert not died_of_memory(log, 0, oom_kills_before=3)
+    assert died_of_memory(log, 0, oom_kills_before=before) is expected
+
+
+def test_a_neighbours_lack_of_memory_is_not_ours(node: Path) -> None:
+    """In a cgroup its own count is taken: the node's counts every container."""
+    version_2(node, "0::/pods/ours\n", "pods/ours", kills=1)
+    assert memory.count_oom_kills() == 1
+
+
+def test_a_container_that_does_not_know_its_outer_path_reads_what_is_mounted(node: Path) -> None:
+    version_2(node, "0::/kubepods/burstable/pod1\n", "", kills=2)
+    assert memory.count_oom_kills() == 2
+
+
+def test_memory_without_a_cgroup_is_the_nodes(node: Path) -> None:
+    assert memory.available_bytes() == 3000 << 10
+    assert memory.count_oom_kills() == 3
+
+
+def test_the_first_version_of_cgroups_is_read(node: Path) -> None:
+    files = {"memory__limit_in_bytes": "2000000\n", "memory__usage_in_bytes": "900000\n"}
+    own = "5:devices:/\n4:memory:/job\n0::/\n"
+    stat, control = "cache 5\ntotal_inactive_file 100000\n", "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n"
+    write_cgroup(node, own, "memory/job", memory__stat=stat, memory__oom_control=control, **files)
+    assert memory.total_bytes() == 2_000_000
+    assert memory.available_bytes() == 1_200_000
+    assert memory.count_oom_kills() == 4
+    (node / "groups/memory/job/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory.available_bytes() == 3000 << 10
 
 
 def test_memory_of_this_node_is_read() -> None:
     assert 0 < memory.available_bytes() <= memory.total_bytes()
 
 
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "max").write_text("1000000\n")
-    (tmp_path / "current").write_text("400000\n")
-    monkeypatch.setattr(memory, "CGROUP_LIMIT", tmp_path / "max")
-    monkeypatch.setattr(memory, "CGROUP_CURRENT", tmp_path / "current")
+def test_a_containers_limit_counts_and_idle_pages_of_files_are_free(node: Path) -> None:
+    version_2(node, "0::/ours\n", "ours")
     assert memory.total_bytes() == 1_000_000
     assert memory.available_bytes() == 600_000
 
 
 def test_the_error_survives_the_way_to_the_driver() -> None:
-    error = pickle.loads(pickle.dumps(EngineLostError("the engine died", True)))  # noqa: S301 - our own bytes
+    error = pickle.loads(pickle.dumps(EngineLostError("the engine died", True, (SampleKey(4, 0, 1),), True)))  # noqa: S301
     assert error.out_of_memory
+    assert error.culprit == SampleKey(4, 0, 1)
     assert str(error) == "the engine died (out of memory)"
 
 

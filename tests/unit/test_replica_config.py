@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 from gen.capture.config import CaptureMode
 from gen.config import ReplicasConfig, SamplingConfig, VerifierConfig
 from gen.engine import check_mode, cpu_bindings, engine_arguments
-from gen.replica import sample_seed
+from gen.requests import sample_seed
 from storage import SampleKey, StateSpec
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -37,6 +38,16 @@ def test_more_replicas_than_cores_are_refused() -> None:
 def test_an_engine_argument_that_would_undo_the_capture_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"speculative_config, worker_cls cannot be given here"):
         ReplicasConfig(engine_args={"worker_cls": "other", "speculative_config": {}})
+
+
+@pytest.mark.parametrize(
+    "values", [{"pipeline_parallel_size": 2}, {"engine_args": {"pipeline_parallel_size": 2}}], ids=["section", "args"]
+)
+def test_pipeline_stages_are_refused_with_the_reason(values: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValidationError, match=r"do not cross pipeline stages in vLLM|do not cross pipeline stages; use"
+    ):
+        ReplicasConfig(**values)
 
 
 def test_engine_arguments_say_what_the_sections_say() -> None:
