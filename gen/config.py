@@ -95,8 +95,20 @@ class CaptureConfig(Section):
         "each compute their beginning again (one_pass, two_pass)",
     )
     max_fault_share: float = Field(
-        0.001, ge=0, le=1, description="share of samples with bad states (NaN, Inf, all-zero rows) that stops the job"
+        0.001,
+        ge=0,
+        le=1,
+        description="share of samples with bad states (rows that are missing, of other tokens, NaN, Inf or all zero) "
+        "that stops the job",
     )
+
+    @model_validator(mode="after")
+    def _no_stock_arena(self) -> CaptureConfig:
+        if self.mode == "stock" and self.prefix_arena_gib is not None:
+            raise ValueError(
+                "prefix_arena_gib with mode stock: the stock method keeps the states of cached prefixes by itself"
+            )
+        return self
 
 
 class ReplicasConfig(Section):
@@ -104,11 +116,17 @@ class ReplicasConfig(Section):
 
     count: int = Field(1, gt=0)
     tensor_parallel_size: int = Field(1, gt=0)
+    device: Literal["cpu", "gpu"] | None = Field(
+        None, description="what a replica asks the cluster for; default: what the installed PyTorch is built for"
+    )
     max_num_seqs: int = Field(64, gt=0, description="requests in one step")
     max_num_batched_tokens: int | None = Field(None, gt=0, description="tokens in one step; default: vLLM's")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     min_batched_tokens: int = Field(
-        256, gt=0, description="floor of max_num_batched_tokens, which is halved when an engine runs out of memory"
+        256,
+        gt=0,
+        description="floor (or max_num_seqs, if that is larger) of max_num_batched_tokens, which is halved when an "
+        "engine runs out of memory",
     )
     kv_cache_gib: int = Field(2, gt=0, description="size of the KV cache of one engine on CPU")
     cores: int | None = Field(None, gt=0, description="CPU engines: cores per TP rank; default: an equal share")
@@ -121,8 +139,8 @@ class ReplicasConfig(Section):
     max_restarts: int = Field(
         3,
         ge=0,
-        description="times that one replica is started again after a death before the job stops; deaths that are found "
-        "to be a prompt's fault do not count",
+        description="times that one replica is started again after a death before the job stops; deaths after "
+        "which the token budget is halved, or that are found to be a prompt's fault, do not count",
     )
     max_unit_deaths: int = Field(
         2, gt=0, description="engine deaths during one unit after which the prompts that were in the engine run alone"

@@ -104,7 +104,7 @@ def engine_arguments(
     }
     arguments.update({name: value for name, value in optional.items() if value is not None})
     arguments.update(replicas.engine_args)
-    sizes = {"arena_bytes": int(prefix_arena_gib * 2**30)} if prefix_arena_gib is not None and mode != "stock" else {}
+    sizes = {} if prefix_arena_gib is None else {"arena_bytes": int(prefix_arena_gib * 2**30)}
     arguments.update(capture_engine_args(mode, spec, **sizes))
     return arguments
 

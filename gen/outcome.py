@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from gen.capture.messages import CaptureFault
@@ -22,7 +23,7 @@ class UnitOutcome:
     shards: list[FileEntry] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_capture_faults: int = 0
+    capture_faults: Counter[str] = field(default_factory=Counter)  # first attempts with bad states, by reason
     num_tightened: int = 0  # times that fewer requests were admitted for want of memory
     seconds: float = 0.0
     in_engine: set[SampleKey] = field(default_factory=set)  # given to the engine, not done; what failed stays

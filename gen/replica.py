@@ -18,6 +18,7 @@ from gen.config import CaptureConfig, ReplicasConfig, SamplingConfig, VerifierCo
 from gen.engine import (
     EngineInfo,
     check_mode,
+    cpu_bindings,
     describe_engine,
     engine_arguments,
     set_environment,
@@ -60,8 +61,9 @@ class ReplicaSpec:
     replicas: ReplicasConfig
     states: StateSpec
     codec: str
-    num_on_node: int = 1  # replicas that share this node's memory
-    cpu_binding: str | None = None
+    on_gpu: bool = False
+    num_on_node: int = 1  # replicas that share this node's memory and cores
+    index_on_node: int = 0  # among those
 
 
 class Replica:
@@ -74,13 +76,20 @@ class Replica:
         self._started = False
         self._num_tightened = 0  # as told by the outcomes of units so far
         self._tokenising = asyncio.Lock()
+        self._num_units = 0  # that are being done
+        self._exclusive = False  # whether one of them must be alone
         self._oom_kills = deque([memory.count_oom_kills()], OOM_READINGS)  # latest readings, oldest first
 
     async def start(self) -> EngineInfo:
         """Load the verifier. Blocks the event loop for as long as that takes."""
         assert not self._started
         spec = self._spec
-        set_environment(spec.replicas, spec.cpu_binding)
+        replicas = spec.replicas
+        binding = None
+        if not spec.on_gpu:
+            bindings = cpu_bindings(spec.num_on_node, replicas.tensor_parallel_size, replicas.cores)
+            binding = bindings[spec.index_on_node]
+        set_environment(replicas, binding)
         from gen.capture.client import CaptureClient
         from gen.chat import ChatTokenizer
 
@@ -147,11 +156,16 @@ class Replica:
         Raises EngineDiedError when the engine died, with the samples that were in it.
         """
         started = time.monotonic()
+        isolation = isolation or Isolation()
         outcome = UnitOutcome(target.unit)
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_memory())
+        # Beside another unit a prompt that runs alone would be blamed for what that one's do.
+        assert not self._num_units or not (isolation.is_exclusive or self._exclusive)
+        self._num_units += 1
+        self._exclusive = isolation.is_exclusive
         try:
-            await self._while_alive(self._fill(rows, target, isolation or Isolation(), outcome))
+            await self._while_alive(self._fill(rows, target, isolation, outcome))
         except BaseException as error:
             # With a dead engine there is nobody to abort; what it wrote are orphans that no reader trusts.
             with suppress(CaptureError):
@@ -159,6 +173,9 @@ class Replica:
             if isinstance(error, Exception) and self.is_dead:
                 raise EngineDiedError(tuple(sorted(outcome.in_engine)), outcome.alone) from error
             raise
+        finally:
+            self._num_units -= 1
+            self._exclusive = False
         outcome.sort()
         # Units run side by side: each shortage is told once, by the unit that ends next.
         outcome.num_tightened = self._admission.num_tightened - self._num_tightened
@@ -197,7 +214,7 @@ class Replica:
         vLLM fails the requests of an engine that dies, but never answers the calls (`collective_rpc`) that were under
         way: whoever waits for one would wait for ever.
 
-        Raises CaptureError when the engine is dead.
+        Raises CaptureError when the engine is dead, and what the watch of its memory raised.
         """
         task = asyncio.create_task(work)
         try:
@@ -205,6 +222,8 @@ class Replica:
                 await asyncio.wait({task}, timeout=DEATH_INTERVAL_S)
                 if not task.done() and self.is_dead:
                     raise CaptureError("the engine died while a call to it was under way")
+                if self._watch is not None and self._watch.done() and not self.is_dead:
+                    self._watch.result()
             return task.result()
         finally:
             task.cancel()
@@ -353,7 +372,7 @@ class Replica:
             receipt = await attempt()
             outcome.in_engine.remove(key)
         if isinstance(receipt, CaptureFault):
-            outcome.num_capture_faults += 1
+            outcome.capture_faults[receipt.reason] += 1
             async with self._gate.alone():
                 outcome.in_engine.add(key)
                 receipt = await attempt()

@@ -36,14 +36,35 @@ app.add_typer(draft.app, name="draft", help="Write, compare, convert and serve d
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 found something wrong, 2 wrong usage or configuration."""
+    """Run the command line.
+
+    Exit codes: 0 done, 1 found something wrong, 2 wrong usage or configuration, 3 could not be done: storage or cluster
+    failed, or another writer was in the way. An error of this program itself is a traceback, and 1.
+    """
     try:
         app()
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
-        from storage.errors import DamagedError  # heavy, and only needed here
+    except (ValueError, OSError, RuntimeError) as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        message = str(error) or type(error).__name__
+        # One line for a log; what a user mends may be laid out, as a wrong query with a mark below it.
+        print(f"headrace: {message if code < 3 else ' '.join(message.split())}", file=sys.stderr)
+        sys.exit(code)
 
-        print(f"headrace: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, DamagedError) else 2)
-    except JobError as error:
-        print(f"headrace: {error}", file=sys.stderr)
-        sys.exit(1)
+
+def _exit_code(error: Exception) -> int | None:
+    """The exit code of an error that its message explains; None for a bug."""
+    from storage.errors import CompleteError, ContentionError, DamagedError, FencedError  # heavy, and only needed here
+
+    match error:
+        case DamagedError() | JobError():
+            return 1
+        case ValueError() | FileNotFoundError() | FileExistsError() | IsADirectoryError() | NotADirectoryError():
+            return 2
+        # The address of a cluster where none answers.
+        case ConnectionError():
+            return 2
+        case OSError() | FencedError() | CompleteError() | ContentionError():
+            return 3
+    return None

@@ -132,7 +132,7 @@ def read_checkpoint(store: Store, log: Log, root: str, version: int) -> Manifest
         raise UnusableCheckpointError(str(error)) from error
     if manifest.root != root:
         raise UnusableCheckpointError(f"{path}: belongs to another data set")
-    entry = log.read(version)
+    entry = log.read(version) or log.read_again(version)
     if entry is None:
         raise LostEntriesError(version, path)
     if entry.digest != manifest.digest:

@@ -274,8 +274,8 @@ class Dataset:
 
         `build` makes the entry's body from the state it will follow, or returns None when there is nothing to append
         (any more). It is called again after each lost race, with what the others appended. Returns the state after the
-        entry (or the state that made it superfluous). Raises FencedError, CompleteError (for commits) and, after
-        MAX_RACES lost races, ContentionError.
+        entry (or the state that made it superfluous). Raises FencedError, CompleteError (for a commit that would add
+        something) and, after MAX_RACES lost races, ContentionError.
         """
         writer = writer or self._writer_id
         for race in range(MAX_RACES):
@@ -285,11 +285,11 @@ class Dataset:
                     f"writer {writer} was fenced at version {manifest.fenced[writer]} of {self.uri}: gc may have "
                     "removed its files. Start a new writer; what it had not committed is done again"
                 )
-            if kind == "commit" and manifest.complete_at is not None:
-                raise CompleteError(f"{self.uri} was completed at version {manifest.complete_at}: nothing can be added")
             body = build(manifest)
             if body is None:
                 return manifest
+            if kind == "commit" and manifest.complete_at is not None:
+                raise CompleteError(f"{self.uri} was completed at version {manifest.complete_at}: nothing can be added")
             entry = make_entry(manifest.version + 1, kind, writer, manifest.digest, json.loads(canonical_json(body)))
             # Before it is published: an entry that breaks the log's rules would make the data set unreadable.
             manifest.apply(entry)

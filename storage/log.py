@@ -21,7 +21,7 @@ from storage.errors import DamagedError, SchemaError, StoreError
 from storage.identity import canonical_json
 from storage.store import Store
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = "log"
 KINDS = ("commit", "complete", "expired", "tombstone", "fence", "head", "compact")
 _FIELDS = {"schema", "version", "kind", "writer", "time", "id", "previous", "body", "digest"}
@@ -91,7 +91,8 @@ def decode_entry(path: str, data: bytes) -> LogEntry:
     if canonical_json(value) + b"\n" != data or hashlib.sha256(content).hexdigest() != digest:
         raise DamagedError(f"{path}: its bytes do not match its digest")
     if value["schema"] != SCHEMA:
-        raise SchemaError(f"{path}: schema version {value['schema']}, this code knows {SCHEMA}: use a newer headrace")
+        remedy = "use a newer headrace" if value["schema"] > SCHEMA else "use the headrace that wrote it"
+        raise SchemaError(f"{path}: schema version {value['schema']}, this code knows {SCHEMA}: {remedy}")
     if set(value) != _FIELDS:
         raise DamagedError(f"{path}: fields {sorted(value)} are not those of a log entry")
     if value["kind"] not in KINDS:
@@ -124,6 +125,15 @@ class Log:
             return decode_entry(path, self._store.get(path))
         except FileNotFoundError:
             return None
+
+    def read_again(self, version: int) -> LogEntry | None:
+        """As `read`, where another file tells that the entry is there.
+
+        A client of NFS that looked for a name too early goes on answering "not there" from its cache, for up to a
+        minute, until it opens the folder: so that comes first.
+        """
+        next(self._store.list(FOLDER, start_after=entry_path(version - 1)), None)
+        return self.read(version)
 
     def read_after(self, version: int, digest: str, until: int | None = None) -> Iterator[LogEntry]:
         """The entries after `version` (whose digest is given) in order, up to and including `until`, chain checked.

@@ -170,10 +170,6 @@ class TrainingStream:
             self._plan = epoch, plan_epoch(sizes, self.seed, epoch, self.pack_tokens, self.max_sample_tokens)
         return self._plan[1]
 
-    def steps_per_epoch(self, epoch: int = 0) -> int:
-        """Packs that each worker gets in a whole epoch."""
-        return len(range(0, self.plan(epoch).packs.num_packs, self.world_size))
-
     def __iter__(self) -> Iterator[Pack]:
         while self.epochs is None or self.epoch < self.epochs:
             epoch, plan = self.epoch, self.plan(self.epoch)

@@ -133,7 +133,7 @@ class FileEntry:
     path: str  # relative to the data set
     size: int
     digest: str  # of the file's bytes, see storage.digest
-    kind: str  # "shard", "samples" or "rejects"
+    kind: str  # "shard", "samples", "rejects" or "head"
     num_samples: int
     rows: int = 0  # hidden-state rows (shards only)
     raw_bytes: int = 0  # of hidden states before encoding (shards only)

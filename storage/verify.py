@@ -33,8 +33,8 @@ _STATE_KEYS = {"files": ["path"], "units": ["unit"], "tombstones": ["row", "turn
 def verify(uri: str | os.PathLike[str], deep: bool = False, progress: Progress | None = None) -> Report:
     """Checks the newest version of a data set.
 
-    Damage is reported, not raised. Raises FileNotFoundError when there is no data set, SchemaError when a part is from
-    a newer schema, StoreError when the store itself fails.
+    Damage is reported, not raised. Raises FileNotFoundError when there is no data set, SchemaError when a part is of
+    another schema, StoreError when the store itself fails.
     """
     report = Report(os.fspath(uri), deep=deep)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -82,16 +83,25 @@ class Writer:
 
         Raises ValueError naming the sample when one contradicts itself or its shard, when a key comes twice, and when
         samples and rejects are not together what the unit's plan expects; naming the shard when another writer's.
+        Raises StoreError when a table cannot be stored. After an error no table is left; the shards are the caller's,
+        who may `discard` them.
         """
         self._check(unit, samples, rejects, shards)
         _check_origins(unit, self.id, shards)
         store = self.dataset.store
-        files = list(shards)
         tables = {"samples": samples_table(samples), "rejects": rejects_table(rejects)}
-        for kind, table in tables.items():
-            if table.num_rows:
-                path = f"{kind}/" + data_file_name(unit, attempt, self.id, 0, "parquet")
-                files.append(write_table_file(store, path, kind, table))
+        written: list[FileEntry] = []
+        try:
+            for kind, table in tables.items():
+                if table.num_rows:
+                    path = f"{kind}/" + data_file_name(unit, attempt, self.id, 0, "parquet")
+                    written.append(write_table_file(store, path, kind, table))
+        except BaseException:
+            # What cannot be removed either is gc's; the first error is the one that tells.
+            with contextlib.suppress(OSError):
+                for file in written:
+                    store.delete(file.path)
+            raise
         return UnitFiles(
             unit=unit,
             attempt=attempt,
@@ -100,15 +110,38 @@ class Writer:
             num_rejects=len(rejects),
             num_tokens=sum(len(sample.token_ids) for sample in samples),
             raw_bytes=sum(shard.raw_bytes for shard in shards),
-            files=tuple(files),
+            files=(*shards, *written),
         )
+
+    def discard(self, shards: Sequence[FileEntry]) -> None:
+        """Removes closed shards (or other files) of an attempt of this writer that was given up.
+
+        Only for files that nobody was given to commit, as after an error in `write_unit`: a commit under way elsewhere,
+        or one whose answer was lost, can still make them visible, and the check below would come too early. Files that
+        are gone already are no error.
+
+        Raises ValueError, before anything is removed, for a file of another writer and for one that is or was visible;
+        OSError when the store fails, and what is left then is gc's.
+        """
+        manifest = self.dataset.manifest()
+        for file in shards:
+            origin = parse_data_file_name(check_path(file.path))
+            if origin is None or origin.writer != self.id:
+                raise ValueError(
+                    f"{file.path} is not named after writer {self.id}: only its own files can be discarded"
+                )
+            if manifest.file(file.path) is not None or manifest.retired_file(file.path) is not None:
+                raise ValueError(f"{file.path} was committed to {self.dataset.uri}: it cannot be discarded")
+        for file in shards:
+            self.dataset.store.delete(file.path)
 
     def commit(self, units: Sequence[UnitFiles], info: Mapping[str, Any]) -> CommitResult:
         """Makes whole units visible in one log entry; `info` records what may differ (engine version, node, ...).
 
-        Units that are visible already are dropped: the first commit won. Raises FencedError when this writer or one
-        that wrote a unit's files was fenced, CompleteError when the data set is complete, ValueError when a unit is not
-        in the plan, does not account for every expected sample, lacks a file or has one of another writer.
+        Units that are visible already are dropped: the first commit won, also when the data set is complete since.
+        Raises FencedError when this writer or one that wrote a unit's files was fenced, CompleteError when a unit would
+        be added to a complete data set, ValueError when a unit is not in the plan, does not account for every expected
+        sample, lacks a file or has one of another writer.
         """
         numbers = [unit.unit for unit in units]
         for unit in units:
@@ -233,12 +266,15 @@ def write_table_file(store: Store, path: str, kind: str, table: pa.Table) -> Fil
             write_page_index=True,
             write_page_checksum=True,
         )
+        data = local.read_bytes()
+        store.put_file(path, local)
+    except StoreError:
+        raise
     except OSError as error:
         # A full disk: the library's error names no file.
-        local.unlink(missing_ok=True)
         raise StoreError(error.errno or errno.EIO, error.strerror or str(error), path) from error
-    data = local.read_bytes()
-    store.put_file(path, local)
+    finally:
+        local.unlink(missing_ok=True)
     rows = table["row"].to_pylist()
     return FileEntry(
         path=path,

@@ -16,9 +16,6 @@ CaptureMode = Literal["one_pass", "stock", "two_pass"]
 
 CONFIG_KEY = "headrace_capture"
 
-# vLLM reads this when it is imported. one_pass and two_pass hook into the first model runner.
-ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-
 
 @dataclass(frozen=True)
 class CaptureOptions:
@@ -61,7 +58,7 @@ class CaptureOptions:
 def capture_engine_args(mode: CaptureMode, spec: StateSpec, **options: int) -> dict[str, Any]:
     """Arguments to merge into vLLM's (Async)EngineArgs so that the engine captures `spec`'s layers.
 
-    `options` are the sizes of CaptureOptions. `ENVIRONMENT` must be set before vLLM is imported.
+    `options` are the sizes of CaptureOptions. `gen.engine.ENGINE_ENVIRONMENT` must be set before vLLM is imported.
 
     Raises ValueError for an unknown mode or a size that is not positive.
     """

@@ -35,7 +35,8 @@ class CaptureFault:
     """One sample's states are not right, and therefore not stored.
 
     `reason` is a stable code: `bad_rows` (NaN, Inf or all-zero rows), `missing_rows` (fewer rows than tokens - 1),
-    `wrong_tokens` (rows of other tokens than the answer's), `not_captured` (no forward pass of the request was seen).
+    `wrong_tokens` (rows of other tokens than the answer's), `not_captured` (no forward pass of the request was seen),
+    `does_not_fit` (more rows than capture may keep in host memory; it was not tried).
     """
 
     key: SampleKey

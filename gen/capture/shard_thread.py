@@ -30,10 +30,6 @@ class ShardThread:
         self._room = threading.Condition()
         self._writers: dict[UnitAttempt, ShardWriter] = {}
 
-    @property
-    def queued_bytes(self) -> int:
-        return self._queued_bytes
-
     def submit(self, nbytes: int, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue a job that holds `nbytes` of host memory until it is done. Its error is the future's."""
         with self._room:
@@ -66,7 +62,10 @@ class ShardThread:
         return self._writers[unit]
 
     def close(self, unit: UnitAttempt) -> list[FileEntry]:
-        return self._writers.pop(unit).close()
+        files = self._writers[unit].close()
+        # Only now: when the last shard cannot be published, `abort` removes the others through this writer.
+        del self._writers[unit]
+        return files
 
     def abort(self, unit: UnitAttempt) -> None:
         writer = self._writers.pop(unit, None)

@@ -28,7 +28,8 @@ def command(
     from storage import Dataset
     from storage.compact import compact
 
-    with Progress(console=Console(stderr=True), transient=True) as bars:
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bars:
         task = bars.add_task("groups of units", total=None)
         result = compact(
             Dataset.open(uri),

@@ -38,7 +38,8 @@ def command(
 
     assert to is Layout.SPECULATORS, to
     snapshot = Dataset.open(uri).snapshot(version)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task("samples", total=None)
         summary = export_speculators(
             snapshot, output, progress=lambda done, total: bar.update(task, completed=done, total=total)

@@ -29,7 +29,8 @@ def command(
 ) -> None:
     """Ask the manifest and the samples table with SQL. Read-only; SQL reaches no file and no network.
 
-    Columns: DESCRIBE samples (rejects, shards, units). Exit codes: 0 done, 2 wrong query or data set.
+    Columns: DESCRIBE samples (rejects, shards, units).
+    Exit codes: 0 done, 1 the data set is damaged, 2 wrong query or data set, 3 the storage failed.
     """
     chosen = Format.JSON if as_json else format_
     if chosen is Format.PARQUET and output is None:

@@ -21,7 +21,7 @@ def command(
 ) -> None:
     """Check a draft against its verifier in seconds, without the verifier's weights.
 
-    Exit codes: 0 sound, 1 a check failed, 2 no such draft, verifier or data set.
+    Exit codes: 0 sound, 1 a check failed, 2 no such draft, verifier or data set, 3 the storage failed.
     """
     from draft.validate import validate
 

@@ -19,7 +19,7 @@ def command(
     """Check that a data set is what its log says it is.
 
     Fast: the log, names, sizes and accounting. --deep: also every digest, every row and every sample's states.
-    Exit codes: 0 sound, 1 damage found, 2 no such data set.
+    Exit codes: 0 sound, 1 damage found, 2 no such data set, 3 the storage failed, so nothing is known.
     """
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -27,7 +27,8 @@ def command(
 
     from storage.verify import verify
 
-    with Progress(console=Console(stderr=True), transient=True) as bars:
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bars:
         tasks: dict[str, TaskID] = {}
 
         def progress(what: str, done: int, total: int) -> None:

@@ -7,15 +7,17 @@ import os
 import platform
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gen import memory
 from gen.engine import EngineInfo
 from gen.isolation import EngineDiedError, EngineLostError, Isolation
+from gen.outcome import DOES_NOT_FIT, UnitOutcome
 from gen.prompts import BadRow, Prompt
 from gen.replica import Replica, ReplicaSpec
-from storage import Dataset, ShardTarget
+from storage import Dataset, ShardTarget, UnitFiles, Writer
 
 
 class UnitError(RuntimeError):
@@ -63,7 +65,8 @@ class ReplicaActor:
     ) -> dict[str, Any]:
         """Answer one unit, write its files, and return what the driver needs to commit it.
 
-        Returns a dictionary: `files` (the unit's files as JSON), and counts of tokens, faults and seconds.
+        Returns a dictionary: `files` (the unit's files as JSON), `capture_faults` (by reason), and counts of samples,
+        tokens and seconds.
 
         Raises EngineLostError when the engine died, else UnitError.
         """
@@ -72,9 +75,7 @@ class ReplicaActor:
         target: ShardTarget = writer.shard_target(unit, attempt, **shard_options)
         try:
             outcome = await self._replica.run_unit(rows, target, isolation)
-            files = await asyncio.to_thread(
-                writer.write_unit, unit, attempt, outcome.samples, outcome.rejects, outcome.shards
-            )
+            files = await asyncio.to_thread(self._write_unit, writer, unit, attempt, outcome)
         except Exception as error:  # noqa: BLE001 - crosses to the driver as an error that Ray can pickle
             out_of_memory = self._replica.is_dead and self._died_of_memory()
             traceback.print_exc()
@@ -90,10 +91,21 @@ class ReplicaActor:
             "num_rejects": len(outcome.rejects),
             "num_prompt_tokens": outcome.num_prompt_tokens,
             "num_output_tokens": outcome.num_output_tokens,
-            "num_capture_faults": outcome.num_capture_faults,
+            "capture_faults": dict(outcome.capture_faults),
+            "num_does_not_fit": sum(reject.reason == DOES_NOT_FIT for reject in outcome.rejects),
             "num_tightened": outcome.num_tightened,
             "seconds": outcome.seconds,
         }
+
+    @staticmethod
+    def _write_unit(writer: Writer, unit: int, attempt: int, outcome: UnitOutcome) -> UnitFiles:
+        try:
+            return writer.write_unit(unit, attempt, outcome.samples, outcome.rejects, outcome.shards)
+        except OSError:
+            # On a full disk the shards of every further try would lie there until gc comes. The first error is told.
+            with suppress(OSError):
+                writer.discard(outcome.shards)
+            raise
 
     def _died_of_memory(self) -> bool:
         """Looked up once, before the tracebacks of the engine's requests push what vLLM said out of the log's end."""

@@ -37,3 +37,11 @@ class GenerateConfig(Section):
                 f"sampling.n {self.sampling.n} with prompts.mode extract would store the given answer n times"
             )
         return self
+
+    @model_validator(mode="after")
+    def _arena_of_something(self) -> GenerateConfig:
+        if self.capture.prefix_arena_gib is not None and not self.replicas.enable_prefix_caching:
+            raise ValueError(
+                "capture.prefix_arena_gib without replicas.enable_prefix_caching: there is no cached prefix"
+            )
+        return self

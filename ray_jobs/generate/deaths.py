@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gen.isolation import ENGINE_DIED, OUT_OF_MEMORY, Answer, EngineLostError, FatalTurn, Isolation
 from ray_jobs.errors import JobError
@@ -18,20 +19,27 @@ class FatalPromptsError(JobError):
     """More prompts killed their engines than the job may reject for it."""
 
 
+class Death(NamedTuple):
+    """The death of one engine: of a replica that was started so many times before."""
+
+    replica: int
+    start: int
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A prompt is rejected for killing engines."""
 
     row: int
     fatal: FatalTurn
-    replicas: Counter[int]  # deaths that it explains, by replica
+    deaths: frozenset[Death]  # that it explains
 
 
 @dataclass
 class _History:
     """What engines' deaths have taught about one unit."""
 
-    replicas: list[int] = field(default_factory=list)  # that died in it, since the last verdict
+    deaths: set[Death] = field(default_factory=set)  # since the last verdict
     alone_deaths: Counter[tuple[int, int]] = field(default_factory=Counter)  # by (row, turn)
     alone: frozenset[Answer] | None = frozenset()
     fatal: dict[int, FatalTurn] = field(default_factory=dict)
@@ -52,7 +60,7 @@ class Deaths:
         history = self._units.get(unit)
         return Isolation() if history is None else Isolation(history.alone, dict(history.fatal))
 
-    def died(self, unit: int, replica: int, error: EngineLostError) -> Verdict | None:
+    def died(self, unit: int, death: Death, error: EngineLostError) -> Verdict | None:
         """An engine died with this unit in it. Returns a verdict when this tells which prompt did it.
 
         Raises FatalPromptsError when that makes more prompts than may be rejected.
@@ -60,7 +68,7 @@ class Deaths:
         if not error.suspects:
             return None  # between two answers, or before or after all of them: nothing is learnt about the unit
         history = self._units.setdefault(unit, _History())
-        history.replicas.append(replica)
+        history.deaths.add(death)
         culprit = error.culprit
         if culprit is not None:
             history.alone_deaths[culprit.row, culprit.turn] += 1
@@ -73,14 +81,14 @@ class Deaths:
             history.alone = frozenset({(culprit.row, culprit.n)})
         elif history.alone:
             history.alone = None  # the suspects survived alone, and the rest did not survive together
-        elif len(history.replicas) >= self._max_unit_deaths:
+        elif len(history.deaths) >= self._max_unit_deaths:
             history.alone = frozenset((key.row, key.n) for key in error.suspects)
         return None
 
     def _convict(self, history: _History, row: int, fatal: FatalTurn) -> Verdict:
-        verdict = Verdict(row, fatal, Counter(history.replicas))
+        verdict = Verdict(row, fatal, frozenset(history.deaths))
         history.fatal[row] = fatal
-        history.replicas = []
+        history.deaths.clear()
         history.alone_deaths.clear()
         history.alone = frozenset()
         self.num_fatal_prompts += 1

@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gen.engine import EngineInfo, cpu_bindings
+from gen.engine import EngineInfo
 from gen.head import extract_head
 from gen.isolation import EngineLostError
 from gen.replica import ReplicaSpec
 from ray_jobs.errors import JobError
 from ray_jobs.generate.actor import ReplicaActor
 from ray_jobs.generate.config import GenerateConfig
-from ray_jobs.generate.deaths import Deaths
+from ray_jobs.generate.deaths import Death, Deaths
 from ray_jobs.generate.leases import Lease, Leases
 from ray_jobs.generate.plan import JobPlan, plan_job
-from ray_jobs.generate.room import RoomWait, has_gpu, has_room, num_devices, replica_bundle, replicas_on_node
+from ray_jobs.generate.room import Place, RoomWait, has_room, num_devices, places, replica_bundle
 from ray_jobs.generate.spool import PromptSpool
 from ray_jobs.generate.summary import GenerateSummary
 from ray_jobs.generate.token_budget import TokenBudget
@@ -42,6 +42,10 @@ class CaptureFaultError(JobError):
     """More samples had bad hidden states than chance explains: the capture itself is at fault."""
 
 
+class DoesNotFitError(JobError):
+    """More samples than may be rejected do not fit into the host memory that capture may use."""
+
+
 class ReplicaLostError(JobError):
     """Replicas died more often than the job may start them again."""
 
@@ -50,6 +54,7 @@ class ReplicaLostError(JobError):
 class _Replica:
     index: int
     name: str
+    death: Death  # how its death will be called
     actor: Any
     started: float
     token_budget: int | None
@@ -127,22 +132,24 @@ class _Driver:
         replicas = self._config.replicas
         self._leases = Leases(pending, replicas.max_unit_attempts)
         self._deaths = Deaths(replicas.max_unit_deaths, replicas.max_prompt_deaths, replicas.max_fatal_prompts)
-        self._budget = TokenBudget(self._run_dir, replicas.max_num_batched_tokens, replicas.min_batched_tokens)
+        # vLLM refuses a step that could not hold one token of each request.
+        floor = max(replicas.min_batched_tokens, replicas.max_num_seqs)
+        self._budget = TokenBudget(self._run_dir, replicas.max_num_batched_tokens, floor)
         self._units = {unit.unit: unit for unit in self._plan.units}
         self._calls: dict[Any, _Call] = {}
         count = min(replicas.count, len(pending))
-        self._bindings = (
-            [None] * count if has_gpu() else cpu_bindings(count, replicas.tensor_parallel_size, replicas.cores)
-        )
         self._bundle = replica_bundle(replicas)
         self._room = RoomWait(self._bundle, replicas.placement_timeout_s)
-        self._num_on_node = replicas_on_node(self._bundle, count)
         self._group = placement_group([self._bundle] * count, strategy="PACK")
         self._actors: list[_Replica] = []
-        self._restarts = Counter[int]()  # by replica
+        self._starts = Counter[int]()  # by replica
+        self._restarts = Counter[int]()  # by replica: those that nothing explains
+        self._explained: set[Death] = set()
+        self._num_does_not_fit = 0
         try:
             with stage("loading the verifier", count) as progress:
                 self._wait_for_room(count, progress)
+                self._places: list[Place] = places(self._group)
                 for index in range(count):
                     self._start(index)
                 self._wait_for_first(progress)
@@ -153,6 +160,9 @@ class _Driver:
             remove_placement_group(self._group)
 
     def _start(self, index: int) -> None:
+        if has_room(self._group):
+            self._places = places(self._group)  # a lost node's replicas may have moved
+        place = self._places[index]
         spec = ReplicaSpec(
             name=f"replica-{index}",
             verifier=self._config.verifier,
@@ -161,8 +171,9 @@ class _Driver:
             replicas=self._config.replicas.model_copy(update={"max_num_batched_tokens": self._budget.value}),
             states=self._plan.states,
             codec=self._config.dataset.codec,
-            num_on_node=self._num_on_node,
-            cpu_binding=self._bindings[index],
+            on_gpu="GPU" in self._bundle,
+            num_on_node=place.num_on_node,
+            index_on_node=place.index_on_node,
         )
         actor: Any = (
             ray.remote(ReplicaActor)
@@ -176,7 +187,9 @@ class _Driver:
             )
             .remote(spec, self._dataset.uri, str(self._log_file(spec.name).resolve()))
         )
-        replica = _Replica(index, spec.name, actor, time.monotonic(), self._budget.value)
+        death = Death(index, self._starts[index])
+        self._starts[index] += 1
+        replica = _Replica(index, spec.name, death, actor, time.monotonic(), self._budget.value)
         self._actors.append(replica)
         self._calls[actor.node.remote()] = _Call(replica, "place")
         self._calls[actor.start.remote()] = _Call(replica, "start")
@@ -248,7 +261,7 @@ class _Driver:
         replica = call.replica
         try:
             result = ray.get(reference)
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
             self._failed(call, error)
             return
         match call.kind:
@@ -263,12 +276,13 @@ class _Driver:
 
     def _commit(self, replica: _Replica, lease: Lease, result: dict[str, Any]) -> None:
         assert replica.info is not None
+        self._check_fit(result["num_does_not_fit"])
         files = UnitFiles.from_json(result["files"])
         info = {"replica": replica.name, "attempt": str(lease.attempt), **replica.info.as_info()}
         try:
             commit = self._writer.commit([files], info)
         except FencedError as error:
-            self._leases.release(lease.unit, f"{replica.name}: {error}")
+            self._release(lease, f"{replica.name}: {error}")
             return
         self._leases.finish(lease.unit)
         replica.last_result = time.monotonic()
@@ -281,16 +295,27 @@ class _Driver:
             summary.num_output_tokens += result["num_output_tokens"]
             if summary.first_commit_s is None:
                 summary.first_commit_s = time.monotonic() - self._began
-        summary.num_capture_faults += result["num_capture_faults"]
+        summary.capture_faults.update(result["capture_faults"])
         summary.num_tightened += result["num_tightened"]
         allowed = max(1.0, self._config.capture.max_fault_share * self._plan.expected_samples)
-        if summary.num_capture_faults > allowed:
+        if summary.capture_faults.total() > allowed:
             raise CaptureFaultError(
-                f"{summary.num_capture_faults} samples had NaN, Inf or all-zero hidden states, "
+                f"{summary.capture_faults.total()} samples had bad hidden states ({summary.listed_faults()}), "
                 f"{allowed:g} are allowed (capture.max_fault_share); see {self._log_file(replica.name)}"
             )
 
-    def _failed(self, call: _Call, error: RayActorError | RayTaskError) -> None:
+    def _check_fit(self, num_more: int) -> None:
+        """Before a commit, which cannot be taken back. Raises DoesNotFitError."""
+        self._num_does_not_fit += num_more
+        allowed = max(1.0, self._config.prompts.max_reject_share * self._plan.expected_samples)
+        if self._num_does_not_fit > allowed:
+            raise DoesNotFitError(
+                f"{self._num_does_not_fit} samples may not fit into the host memory for their hidden states, "
+                f"{allowed:g} may be rejected for it (prompts.max_reject_share); raise capture.host_memory_gib or "
+                "lower sampling.max_tokens"
+            )
+
+    def _failed(self, call: _Call, error: RayError) -> None:
         """A call failed. A replica that died, or whose engine did, is ended and replaced within bounds.
 
         Raises ValueError when the replica refused the configuration: another start would only refuse it again.
@@ -299,35 +324,41 @@ class _Driver:
         if lease is None and isinstance(error, RayTaskError) and isinstance(error.cause, ValueError):
             raise ValueError(f"{replica.name} cannot start: {error.cause}") from error
         lost = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, EngineLostError) else None
-        cause = str(lost or error).strip().splitlines()[-1]
+        cause = (str(lost or error).strip().splitlines() or [type(error).__name__])[-1]
         if lease is not None and lost is None and isinstance(error, RayTaskError):
-            self._leases.release(lease.unit, f"{replica.name}: {cause}")
+            self._release(lease, f"{replica.name}: {cause}")
             return
         is_first = replica in self._actors
-        if is_first:
-            self._actors.remove(replica)
-            self._count_loss(replica, lost, cause)
-        if lease is not None:
-            self._release_lost(replica, lease, lost, cause)
-        if not is_first:
-            return
-        self._take_rest(replica)
-        self._end(replica)
-        if self._restarts[replica.index] >= self._config.replicas.max_restarts:
-            raise ReplicaLostError(
-                f"{replica.name} was lost after {self._restarts[replica.index]} restarts (replicas.max_restarts): "
-                f"{cause}; see {self._log_file(replica.name)}"
-            ) from error
-        self._restarts[replica.index] += 1
+        try:
+            if is_first:
+                self._actors.remove(replica)
+                # Ray kills a replica as well when its node runs out of memory.
+                out_of_memory = isinstance(error, OutOfMemoryError) if lost is None else lost.out_of_memory
+                self._count_loss(replica, out_of_memory, cause)
+            if lease is not None:
+                self._release_lost(replica, lease, lost, cause)
+            if not is_first:
+                return
+            self._take_rest(replica)
+        finally:
+            if is_first:
+                self._end(replica)
+        if not replica.excused:
+            if self._restarts[replica.index] >= self._config.replicas.max_restarts:
+                raise ReplicaLostError(
+                    f"{replica.name} was lost after {self._restarts[replica.index]} restarts (replicas.max_restarts): "
+                    f"{cause}; see {self._log_file(replica.name)}"
+                ) from error
+            self._restarts[replica.index] += 1
         self._summary.num_restarts += 1
         self._start(replica.index)
 
-    def _count_loss(self, replica: _Replica, lost: EngineLostError | None, cause: str) -> None:
+    def _count_loss(self, replica: _Replica, out_of_memory: bool, cause: str) -> None:
         """What a lost replica has cost, and the smaller token budget when it ran out of memory."""
         lost_s = replica.lost_s(time.monotonic())
         self._summary.lost_s += lost_s
         self._summary.lost_device_s += lost_s * num_devices(self._bundle)
-        if lost is not None and lost.out_of_memory:
+        if out_of_memory:
             self._summary.num_out_of_memory += 1
             used = replica.token_budget or (replica.info.max_num_batched_tokens if replica.info else None)
             if used is not None:
@@ -336,18 +367,23 @@ class _Driver:
     def _release_lost(self, replica: _Replica, lease: Lease, lost: EngineLostError | None, cause: str) -> None:
         """Release a unit of a lost replica. A node's loss is nobody's fault; an engine's death may be a prompt's."""
         if lost is not None and not replica.excused:
-            verdict = self._deaths.died(lease.unit, replica.index, lost)
+            verdict = self._deaths.died(lease.unit, replica.death, lost)
             if verdict is not None:
-                # The deaths are explained: they say nothing about the replicas any more.
-                self._restarts.subtract(verdict.replicas)
+                # The deaths are explained: they say nothing about the replicas any more. (One may be of two units.)
+                self._restarts.subtract(death.replica for death in verdict.deaths - self._explained)
+                self._explained |= verdict.deaths
                 self._summary.num_fatal_prompts += 1
                 print(
                     f"rejected row {verdict.row} ({verdict.fatal.reason}): {verdict.fatal.detail}",
                     file=sys.stderr,
                     flush=True,
                 )
+        self._release(lease, f"{replica.name}: {cause}", counts=False)
+
+    def _release(self, lease: Lease, cause: str, *, counts: bool = True) -> None:
+        """The unit is done again, by a replica that holds no other while it searches for a prompt that kills."""
         exclusive = self._deaths.isolation(lease.unit).is_exclusive
-        self._leases.release(lease.unit, f"{replica.name}: {cause}", counts=False, exclusive=exclusive)
+        self._leases.release(lease.unit, cause, counts=counts, exclusive=exclusive)
 
     def _take_rest(self, replica: _Replica) -> None:
         """The results of a lost replica's other calls, which come within seconds: units that it had done already, and
@@ -362,7 +398,7 @@ class _Driver:
         """Stop a replica's engine, then its process; a replica that does not answer is killed."""
         # Asking first lets the engine end its worker processes; the kill below is what counts.
         if replica.placed is not None:
-            with suppress(RayActorError, RayTaskError, GetTimeoutError):
+            with suppress(RayError):
                 ray.get(replica.actor.stop.remote(), timeout=STOP_TIMEOUT_S)
         ray.kill(replica.actor, no_restart=True)
 

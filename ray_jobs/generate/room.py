@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
@@ -20,25 +22,31 @@ class NoRoomError(JobError):
     """The cluster did not have a replica's resources for as long as the job may wait for them."""
 
 
-def has_gpu() -> bool:
-    return ray.cluster_resources().get("GPU", 0) > 0
-
-
 def has_room(group: PlacementGroup) -> bool:
     """Whether every bundle of a placement group lies on a living node."""
     return bool(placement_group_table(group)["state"] == "CREATED")
 
 
 def replica_bundle(replicas: ReplicasConfig) -> dict[str, float]:
-    """The resources of one replica. A bundle lies on one node."""
+    """The resources of one replica. A bundle lies on one node.
+
+    What the cluster has by now does not decide between GPUs and cores: its nodes may join later.
+    """
     ranks = replicas.tensor_parallel_size
-    if has_gpu():
+    if (replicas.device or _built_for()) == "gpu":
         return {"GPU": ranks, "CPU": 1}
     if replicas.cores is not None:
         return {"CPU": replicas.cores * ranks}
     # One that is larger than every node would be waited for without end.
-    share = min(ray.cluster_resources()["CPU"] / replicas.count, _largest_node("CPU"))
+    share = min(ray.cluster_resources().get("CPU", 0) / replicas.count, _largest_node("CPU"))
     return {"CPU": max(1, int(share))}
+
+
+def _built_for() -> Literal["cpu", "gpu"]:
+    """What the installed PyTorch, and with it vLLM, runs on. The cluster has the same installation on every node."""
+    import torch
+
+    return "gpu" if torch.version.cuda or torch.version.hip else "cpu"
 
 
 def num_devices(bundle: Mapping[str, float]) -> float:
@@ -46,14 +54,27 @@ def num_devices(bundle: Mapping[str, float]) -> float:
     return bundle.get("GPU") or bundle["CPU"]
 
 
-def replicas_on_node(bundle: Mapping[str, float], count: int) -> int:
-    """How many of `count` replicas may share a node: at most, since PACK fills one node before the next."""
-    resource = "GPU" if "GPU" in bundle else "CPU"
-    return max(1, min(count, int(_largest_node(resource) // bundle[resource])))
+class Place(NamedTuple):
+    """Where a replica lies among those of its node."""
+
+    index_on_node: int
+    num_on_node: int
+
+
+def places(group: PlacementGroup) -> list[Place]:
+    """The places of a group's replicas, one bundle each, when all have one."""
+    nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    num_on_node = Counter(nodes.values())
+    seen = Counter[str]()
+    found = []
+    for _, node in sorted(nodes.items()):
+        found.append(Place(seen[node], num_on_node[node]))
+        seen[node] += 1
+    return found
 
 
 def _largest_node(resource: str) -> float:
-    return max(node["Resources"].get(resource, 0) for node in ray.nodes() if node["Alive"])
+    return max((node["Resources"].get(resource, 0) for node in ray.nodes() if node["Alive"]), default=0)
 
 
 class RoomWait:

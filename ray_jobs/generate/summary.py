@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ class GenerateSummary:
     rejects: dict[str, int] = field(default_factory=dict)  # of the whole data set, by reason
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_capture_faults: int = 0
+    capture_faults: Counter[str] = field(default_factory=Counter)  # attempts with bad states, by reason
     raw_bytes: int = 0  # of hidden states, whole data set
     stored_bytes: int = 0
     state_rows: int = 0
@@ -40,7 +41,15 @@ class GenerateSummary:
 
     def as_json(self) -> dict[str, Any]:
         """All fields, and the ratios that follow from them."""
-        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+        return {
+            **asdict(self),
+            "capture_faults": dict(self.capture_faults),
+            "num_capture_faults": self.capture_faults.total(),
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+    def listed_faults(self) -> str:
+        return ", ".join(f"{reason} {count}" for reason, count in sorted(self.capture_faults.items()))
 
     def as_text(self) -> str:
         """A few lines for a person."""
@@ -60,12 +69,13 @@ class GenerateSummary:
             )
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.rejects.items()))
         lines.append(f"rejects: {sum(self.rejects.values())}" + (f" ({reasons})" if reasons else ""))
-        if self.num_retries or self.num_restarts or self.num_capture_faults:
+        if self.num_retries or self.num_restarts or self.capture_faults:
+            faults = f" ({self.listed_faults()})" if self.capture_faults else ""
             lines.append(
                 f"retried units: {self.num_retries}, restarted replicas: {self.num_restarts}, "
                 f"{self.num_out_of_memory} of them out of memory "
                 f"({self.lost_s:.0f} s and {self.lost_device_s:.0f} GPU-seconds, on CPU core-seconds, lost), "
                 f"prompts that killed their engine: {self.num_fatal_prompts}, "
-                f"samples with bad states: {self.num_capture_faults}"
+                f"samples with bad states: {self.capture_faults.total()}{faults}"
             )
         return "\n".join(lines)

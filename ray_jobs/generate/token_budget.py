@@ -23,6 +23,7 @@ class TokenBudget:
         self.value = configured
         if self._path.is_file():
             found = int(json.loads(self._path.read_text())["max_num_batched_tokens"])
+            found = max(found, floor)  # what was found with another configuration
             self.value = found if configured is None else min(found, configured)
 
     def halve(self, used: int, cause: str) -> bool:

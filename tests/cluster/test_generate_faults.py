@@ -13,6 +13,7 @@ import psutil
 import pytest
 from command_line import Outcome, finish, headrace, start, write_config, write_rows
 
+from gen.config import ReplicasConfig
 from storage import Dataset
 
 HERE = Path(__file__).resolve().parent
@@ -180,3 +181,47 @@ def wait_for_commit(pid: int, dataset: Path) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("no unit was committed")
+
+
+def test_replicas_that_ray_kills_for_want_of_memory_end_within_bounds(tmp_path: Path, verifier_dir: Path) -> None:
+    """Ray's memory monitor, told that any use is too much, kills every replica at once."""
+    config = write_job(
+        tmp_path, verifier_dir, [{"id": "p", "prompt": "Hello."}], max_restarts=1, min_batched_tokens=128
+    )
+    environment = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
+    outcome = finish(
+        start("generate", str(config), "--json", "--run-dir", "run", cwd=tmp_path, environment=environment)
+    )
+    assert outcome.code == 1, outcome.stderr[-3000:]
+    assert "replica-0 was lost after 1 restarts (replicas.max_restarts)" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    summary = json.loads((tmp_path / "run" / "generate.json").read_text())
+    # The budget is halved once, and then one restart is left.
+    assert (summary["num_restarts"], summary["num_out_of_memory"]) == (2, 3)
+    assert "max_num_batched_tokens 256 -> 128" in outcome.stderr
+
+
+def test_replicas_know_their_neighbours_on_a_node() -> None:
+    """Of nodes with three and two cores, and a head without any."""
+    import ray
+    from ray.cluster_utils import Cluster
+    from ray.util.placement_group import placement_group
+
+    from ray_jobs.generate.room import Place, has_room, places, replica_bundle
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        replicas = ReplicasConfig(count=3)
+        assert replica_bundle(replicas) == {"CPU": 1}  # nothing has joined yet
+        assert replica_bundle(replicas.model_copy(update={"device": "gpu"})) == {"GPU": 1, "CPU": 1}
+        for num_cpus in (3, 2):
+            cluster.add_node(num_cpus=num_cpus)
+        group = placement_group([{"CPU": 1}] * 5, strategy="PACK")
+        assert group.wait(60)
+        assert has_room(group)
+        alone = [Place(index, 3) for index in range(3)]
+        assert sorted(places(group)) == sorted([*alone, Place(0, 2), Place(1, 2)])
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

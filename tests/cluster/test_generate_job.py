@@ -176,3 +176,17 @@ def _kill_engine_after_first_commit(pid: int, dataset: Path) -> bool:
                     return True
         time.sleep(0.05)
     return False
+
+
+def test_a_job_whose_samples_do_not_fit_into_memory_stops_before_it_commits_their_loss(
+    tmp_path: Path, verifier_dir: Path
+) -> None:
+    rows = [{"id": f"p{i}", "prompt": "Hello."} for i in range(4)]
+    job = make_job(tmp_path, verifier_dir, rows)
+    outcome = job.run("capture.host_memory_gib=0.0001", "prompts.max_reject_share=0.1")
+    assert outcome.code == 1, outcome.stderr[-3000:]
+    assert "samples may not fit into the host memory for their hidden states, 1 may be rejected" in outcome.stderr
+    assert "capture.host_memory_gib" in outcome.stderr
+    accounting = Dataset.open(job.dataset).snapshot().accounting()
+    assert (accounting.samples, accounting.rejects) == (0, 0)
+    assert job.run().json()["num_samples"] == 4

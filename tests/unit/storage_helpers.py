@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +109,17 @@ def num_rows(key: SampleKey) -> int:
 
 def files_below(directory: Path) -> Iterator[Path]:
     return (path for path in sorted(directory.rglob("*")) if path.is_file())
+
+
+@contextmanager
+def disk_of(nbytes: int) -> Iterator[None]:
+    """While inside, no file can grow beyond `nbytes`: writes are cut short and then fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def _rejects(unit: int, keys: Sequence[SampleKey]) -> list[Reject]:

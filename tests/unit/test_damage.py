@@ -25,7 +25,7 @@ from storage.reader import SampleReader
 from storage.sample_index import SampleIndex, index_path
 from storage.sample_table import update_index
 from storage.snapshot import Snapshot
-from storage.types import Receipt
+from storage.types import FileEntry, Receipt
 from storage.verify import verify
 from storage.verify_deep import receipts_of
 
@@ -308,6 +308,25 @@ def newer(copy: Path, what: str, patch: pytest.MonkeyPatch) -> str:
     old.unlink()
     (copy / path).write_bytes(encoded)
     return path
+
+
+def test_a_log_of_an_older_schema_is_refused_by_name_and_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries of schema 1 had compacted files without `full_at`."""
+    import storage.log as module
+
+    with monkeypatch.context() as older_code:
+        older_code.setattr(module, "SCHEMA", 1)
+        dataset = create(tmp_path, 1)
+        added = {**FileEntry("shards/merged.safetensors", 1, "digest", "shard", 0).to_json(), "units": [0]}
+        body = {"purge": False, "purged": [], "removed": [], "added": [added]}
+        entry = make_entry(1, "compact", "w", dataset.root_digest, body)
+        assert dataset.log.append(entry)
+    with pytest.raises(SchemaError, match=rf"{entry_path(1)}: schema version 1, this code knows 2"):
+        Dataset.open(tmp_path).snapshot()
+    with pytest.raises(SchemaError, match=rf"{entry_path(1)}: schema version 1, this code knows 2"):
+        verify(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["dataset", "log", "checkpoint", "index"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from s3_server import S3Server, s3_server
-from storage_helpers import SPEC, create, identity, keys_of, plan, sample, states, write_opaque, write_real
+from storage_helpers import SPEC, create, files_below, identity, keys_of, plan, sample, states, write_opaque, write_real
 
 from storage import (
     SAMPLES_SCHEMA,
@@ -27,10 +27,12 @@ from storage import (
     SampleKey,
     SchemaError,
     StateSpec,
+    StoreError,
     UnitFiles,
     UnitPlan,
 )
 from storage.dataset import _seal
+from storage.shards import open_shard_writer
 from storage.status import status
 
 
@@ -254,7 +256,67 @@ def test_a_complete_data_set_is_closed(uri: str) -> None:
     writer.commit([late], {})
     assert dataset.complete() == dataset.complete() == Dataset.open(uri).complete() == 3
     with pytest.raises(CompleteError, match="completed at version 3"):
-        Dataset.open(uri).writer().commit([late], {})
+        Dataset.open(uri).append("commit", lambda manifest: {"units": [late.to_json()], "info": {}})
+
+
+def test_a_late_commit_to_a_complete_data_set_is_dropped(uri: str) -> None:
+    """An old driver that woke up after another one had finished the data set: a duplicate like any other."""
+    dataset, old = create(uri, 2), Dataset.open(uri)
+    old_writer = old.writer()
+    late = [write_opaque(old_writer, unit) for unit in range(2)]
+    writer = dataset.writer()
+    writer.commit([write_opaque(writer, unit) for unit in range(2)], {})
+    dataset.complete()
+    result = old_writer.commit(late, {})
+    assert (result.version, result.accepted, result.dropped) == (None, [], [0, 1])
+    assert old.complete() == dataset.snapshot().version == 2
+
+
+def test_what_nobody_was_given_to_commit_can_be_discarded(uri: str) -> None:
+    dataset = create(uri, 2)
+    writer = dataset.writer()
+    with open_shard_writer(writer.shard_target(0, 0, target_bytes=1)) as shard_writer:
+        for key in keys_of(dataset, 0):
+            shard_writer.add(key, states(key, 2))
+        shards = shard_writer.close()
+    assert len(shards) == len(list(dataset.store.list("shards"))) == 3
+    stranger = dataset.writer()
+    with pytest.raises(ValueError, match=f"{shards[0].path} is not named after writer {stranger.id}"):
+        stranger.discard(shards)
+    assert len(list(dataset.store.list("shards"))) == 3
+    dataset.store.delete(shards[1].path)
+    writer.discard(shards)
+    assert list(dataset.store.list("shards")) == []
+    writer.discard(shards)  # again: gone is gone
+
+
+def test_a_unit_that_cannot_be_written_leaves_no_table(tmp_path: Path) -> None:
+    dataset = create(tmp_path, 1)
+    writer = dataset.writer()
+    (tmp_path / "rejects").write_bytes(b"a file where the folder should be")
+    before = set(files_below(tmp_path))
+    with pytest.raises(StoreError, match="rejects/u00000000"):
+        write_opaque(writer, 0, rejected=keys_of(dataset, 0)[:1])
+    assert {path.parent.name for path in set(files_below(tmp_path)) - before} == {"shards"}
+
+
+def test_what_was_committed_is_never_discarded(uri: str) -> None:
+    dataset = create(uri, 2)
+    writer = dataset.writer()
+    units = [write_opaque(writer, unit) for unit in range(2)]
+    loser = write_opaque(writer, 0, 1)
+    Dataset.open(uri).writer().commit(units, {})
+    for unit in units:
+        with pytest.raises(ValueError, match=f"{unit.files[0].path} was committed to {dataset.uri}"):
+            writer.discard([*loser.files, *unit.files])
+    # Expired is not forgotten: readers of the version before still read it.
+    dataset.expire([1])
+    with pytest.raises(ValueError, match="was committed"):
+        writer.discard(units[1].files)
+    assert dataset.snapshot(1).samples().num_rows == 6
+    writer.discard(loser.files)  # of a unit that is visible, by other files
+    stored = {info.path for folder in ("shards", "samples") for info in dataset.store.list(folder)}
+    assert stored == {file.path for unit in units for file in unit.files}
 
 
 def test_fenced_writers_cannot_commit(uri: str) -> None:

@@ -36,6 +36,18 @@ def test_an_engines_death_is_not_counted_against_its_units() -> None:
     assert leases.num_retries == 5
 
 
+def test_a_unit_that_must_be_alone_stays_so_while_its_releases_say_it() -> None:
+    leases = Leases([0, 1], max_attempts=9)
+    leases.lease("a")
+    leases.release(0, "engine died", counts=False, exclusive=True)
+    assert leases.lease("a") == Lease(0, 1, "a")
+    assert leases.lease("a") is None
+    leases.release(0, "disk full", exclusive=True)
+    assert leases.lease("a") == Lease(0, 2, "a")
+    assert leases.lease("a") is None
+    assert leases.lease("b") == Lease(1, 0, "b")
+
+
 @given(
     st.sets(st.integers(0, 30), min_size=1),
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["finish", "lost", "exclusive"])), max_size=200),

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from storage_helpers import create, plan, write_opaque
 
 from storage import DamagedError, Dataset, SampleKey, SchemaError, StoreError, checkpoint
-from storage.checkpoint import checkpoint_path, decode_checkpoint, encode_checkpoint
+from storage.checkpoint import checkpoint_path, decode_checkpoint, encode_checkpoint, newest_checkpoint
+from storage.errors import LostEntriesError
 from storage.identity import canonical_json
 from storage.log import Log, LogEntry, decode_entry, entry_path, make_entry
 from storage.manifest import Manifest
 from storage.store import ObjectInfo, open_store
+from storage.store_local import LocalStore
 
 ROOT = "ab" * 32
 
@@ -57,10 +59,12 @@ def sealed(value: dict[str, object]) -> bytes:
     return canonical_json({**value, "digest": hashlib.sha256(canonical_json(value)).hexdigest()}) + b"\n"
 
 
-def test_a_newer_schema_and_an_unknown_kind_are_refused_by_name() -> None:
+def test_another_schema_and_an_unknown_kind_are_refused_by_name() -> None:
     value = {k: v for k, v in json.loads(make_entry(1, "fence", "w", ROOT, {}).encode()).items() if k != "digest"}
-    with pytest.raises(SchemaError, match=r"0001\.json: schema version 2, this code knows 1: use a newer headrace"):
-        decode_entry(entry_path(1), sealed({**value, "schema": 2, "colour": "new"}))
+    with pytest.raises(SchemaError, match=r"0001\.json: schema version 3, this code knows 2: use a newer headrace"):
+        decode_entry(entry_path(1), sealed({**value, "schema": 3, "colour": "new"}))
+    with pytest.raises(SchemaError, match=r"0001\.json: schema version 1, this code knows 2: use the headrace that"):
+        decode_entry(entry_path(1), sealed({**value, "schema": 1}))
     with pytest.raises(SchemaError, match=r"0001\.json: kind 'merge' is not one of"):
         decode_entry(entry_path(1), sealed({**value, "kind": "merge"}))
     with pytest.raises(DamagedError, match="fields"):
@@ -228,6 +232,43 @@ def test_a_checkpoint_of_a_newer_schema_is_refused_by_name(tmp_path: Path, monke
     (tmp_path / "data" / checkpoint_path(12)).write_bytes(newer)
     with pytest.raises(SchemaError, match=f"schema version {known + 1}, this code knows {known}"):
         Dataset.open(dataset.uri).snapshot()
+
+
+class EarlyLookups(LocalStore):
+    """NFS, whose client answers "not there" for the names it looked for too early until it opens their folder again."""
+
+    def __init__(self, root: Path, early: set[str]) -> None:
+        super().__init__(root)
+        self.early = early
+        self.reads: list[str] = []
+
+    def get(self, path: str) -> bytes:
+        self.reads.append(path)
+        if path in self.early:
+            raise FileNotFoundError(path)
+        return super().get(path)
+
+    def list(self, prefix: str = "", start_after: str | None = None) -> Iterator[ObjectInfo]:
+        self.early = {path for path in self.early if path.rpartition("/")[0] != prefix}
+        return super().list(prefix, start_after)
+
+
+def test_an_entry_that_was_looked_for_too_early_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = long_lived(tmp_path, monkeypatch)
+    store = EarlyLookups(tmp_path / "data", {entry_path(12)})
+    found = newest_checkpoint(store, Log(store), dataset.root_digest)
+    assert found is not None
+    assert found.version == 12
+
+
+def test_an_entry_that_is_lost_is_looked_for_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = long_lived(tmp_path, monkeypatch)
+    store = EarlyLookups(tmp_path / "data", set())
+    for version in (12, 13):
+        (tmp_path / "data" / entry_path(version)).unlink()
+    with pytest.raises(LostEntriesError, match=entry_path(12)):
+        newest_checkpoint(store, Log(store), dataset.root_digest)
+    assert store.reads.count(entry_path(12)) == 2
 
 
 def test_a_commit_stands_when_its_checkpoint_cannot_be_written(

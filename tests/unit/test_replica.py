@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import pickle
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gen.capture.messages import CaptureError
 from gen.config import CaptureConfig, ReplicasConfig, SamplingConfig, VerifierConfig
+from gen.isolation import Isolation
 from gen.prompts import Reason, RowError
 from gen.replica import Replica, ReplicaSpec
 from ray_jobs.generate.actor import UnitError, describe_error
+from ray_jobs.generate.deaths import Death
 from ray_jobs.generate.job import _Replica
-from storage import StateSpec
+from storage import ShardTarget, StateSpec
 
 
 @dataclass
@@ -77,6 +80,31 @@ def test_what_an_engine_did_answer_is_kept_whatever_became_of_it() -> None:
         asyncio.run(replica._while_alive(failing()))
 
 
+def test_a_watch_of_memory_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gen.replica.DEATH_INTERVAL_S", 0.01)
+    monkeypatch.setattr("gen.replica.MEMORY_INTERVAL_S", 0.01)
+    monkeypatch.setattr("gen.memory.MEMINFO", Path("/nowhere/meminfo"))
+
+    async def scenario() -> None:
+        replica = started(Engine())
+        vars(replica)["_watch"] = asyncio.create_task(replica._watch_memory())
+        with pytest.raises(FileNotFoundError, match="meminfo"):
+            async with asyncio.timeout(5):
+                await replica._while_alive(asyncio.sleep(60))
+
+    asyncio.run(scenario())
+
+
+def test_a_unit_that_searches_for_a_killer_is_never_beside_another() -> None:
+    async def scenario() -> None:
+        replica = started(Engine())
+        vars(replica)["_num_units"] = 1
+        with pytest.raises(AssertionError):
+            await replica.run_unit([], ShardTarget("/nowhere", "w", 0, 0, StateSpec((1, 2), 8)), Isolation(None))
+
+    asyncio.run(scenario())
+
+
 def test_an_error_is_told_by_its_cause_and_not_by_the_frame_around_it() -> None:
     first, second = ValueError("no room"), CaptureError("unit 3: finish failed:\nTraceback ...\nOSError: disk full\n")
     group = ExceptionGroup("unhandled errors in a TaskGroup", [first, first, ExceptionGroup("inner", [second])])
@@ -92,12 +120,12 @@ def test_errors_survive_the_way_to_another_process(error: Exception) -> None:
 
 
 def test_a_death_costs_the_start_and_the_work_since_the_last_unit() -> None:
-    waiting = _Replica(0, "replica-0", None, started=100.0, token_budget=None)
+    waiting = _Replica(0, "replica-0", Death(0, 0), None, started=100.0, token_budget=None)
     assert waiting.lost_s(130.0) == 0.0
-    loading = _Replica(0, "replica-0", None, 90.0, None, placed=100.0)
+    loading = _Replica(0, "replica-0", Death(0, 0), None, 90.0, None, placed=100.0)
     assert loading.lost_s(130.0) == 30.0
     info: Any = object()
-    working = _Replica(0, "replica-0", None, 90.0, None, 100.0, info, loaded=130.0, last_result=500.0)
+    working = _Replica(0, "replica-0", Death(0, 0), None, 90.0, None, 100.0, info, loaded=130.0, last_result=500.0)
     assert working.lost_s(510.0) == 40.0
 
 

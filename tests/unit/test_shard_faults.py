@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_samples import model_like
+from storage_helpers import disk_of
 
 from storage.codec import CODECS
 from storage.digest import file_digest
@@ -167,17 +165,6 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
     for path in ("../outside.safetensors", str(outside), "shards/../../outside.safetensors"):
         with pytest.raises(ValueError, match="does not name a file inside the data set"):
             open_shard_reader(LocalStore(tmp_path / "data"), replace(entry, path=path), SPEC)
-
-
-@contextmanager
-def disk_of(nbytes: int) -> Iterator[None]:
-    """While inside, no file can grow beyond `nbytes`: writes are cut short and then fail, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("codec", CODECS)
