@@ -1,10 +1,13 @@
-"""A gate that lets many requests pass together, or one alone."""
+"""How coroutines of one replica share its engine and its event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Gate:
@@ -48,3 +51,18 @@ class Gate:
             async with self._condition:
                 self._exclusive = False
                 self._condition.notify_all()
+
+
+class Turns:
+    """Lets the event loop go on after each piece of work that blocks it: a unit may have thousands of prompts to
+    tokenise, and the engine's answers and other units wait for the loop."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def take(self, work: Callable[[], T]) -> T:
+        """The result of `work`, when it is its turn."""
+        async with self._lock:
+            result = work()
+            await asyncio.sleep(0)
+            return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gen.gate import Gate
+from gen.gate import Gate, Turns
 
 
 def test_alone_means_alone_and_is_not_starved() -> None:
@@ -85,3 +85,29 @@ def test_an_error_inside_gives_the_gate_back() -> None:
             pass
 
     asyncio.run(scenario())
+
+
+def test_the_event_loop_goes_on_between_two_prompts() -> None:
+    """Thousands of prompts of one unit must not hold up the engine's answers: others get a turn after each."""
+    order: list[str] = []
+
+    async def scenario() -> None:
+        turns = Turns()
+
+        async def prompt(name: str) -> None:
+            await turns.take(lambda: order.append(name))
+
+        async def others() -> None:
+            while order.count("other") < 3:
+                order.append("other")
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as group:
+            for name in "abc":
+                group.create_task(prompt(name))
+            group.create_task(others())
+
+    asyncio.run(scenario())
+    assert [name for name in order if name != "other"] == ["a", "b", "c"]
+    for first, second in ("ab", "bc"):
+        assert "other" in order[order.index(first) : order.index(second)]

@@ -17,7 +17,7 @@ from gen.prompts import Reason, RowError
 from gen.replica import Replica, ReplicaSpec
 from ray_jobs.generate.actor import UnitError, describe_error
 from ray_jobs.generate.deaths import Death
-from ray_jobs.generate.job import _Replica
+from ray_jobs.generate.driver import _Replica
 from storage import ShardTarget, StateSpec
 
 
@@ -127,29 +127,3 @@ def test_a_death_costs_the_start_and_the_work_since_the_last_unit() -> None:
     info: Any = object()
     working = _Replica(0, "replica-0", Death(0, 0), None, 90.0, None, 100.0, info, loaded=130.0, last_result=500.0)
     assert working.lost_s(510.0) == 40.0
-
-
-def test_the_event_loop_goes_on_between_two_prompts() -> None:
-    """Thousands of prompts of one unit must not hold up the engine's answers: others get a turn after each."""
-    order: list[str] = []
-
-    async def scenario() -> None:
-        replica = started(Engine())
-
-        async def prompt(name: str) -> None:
-            await replica._in_turn(lambda: order.append(name))
-
-        async def others() -> None:
-            while order.count("other") < 3:
-                order.append("other")
-                await asyncio.sleep(0)
-
-        async with asyncio.TaskGroup() as group:
-            for name in "abc":
-                group.create_task(prompt(name))
-            group.create_task(others())
-
-    asyncio.run(scenario())
-    assert [name for name in order if name != "other"] == ["a", "b", "c"]
-    for first, second in ("ab", "bc"):
-        assert "other" in order[order.index(first) : order.index(second)]
