@@ -52,7 +52,11 @@ class PromptsConfig(Section):
     limit: int | None = Field(None, gt=0, description="rows to read")
     shuffle_seed: int | None = Field(None, description="order of the prompts; default: as in the source")
     max_reject_share: float = Field(
-        0.05, ge=0, le=1, description="share of bad rows above which the job stops before it loads a model"
+        0.05,
+        ge=0,
+        le=1,
+        description="share of bad rows above which the job stops before it loads a model; and "
+        "of samples that capture has no memory for, above which it stops later",
     )
 
 
@@ -117,7 +121,9 @@ class ReplicasConfig(Section):
     count: int = Field(1, gt=0)
     tensor_parallel_size: int = Field(1, gt=0)
     device: Literal["cpu", "gpu"] | None = Field(
-        None, description="what a replica asks the cluster for; default: what the installed PyTorch is built for"
+        None,
+        description="what a replica asks the cluster for; default: gpu where the cluster has some when the job "
+        "starts, or the driver's PyTorch is built for them",
     )
     max_num_seqs: int = Field(64, gt=0, description="requests in one step")
     max_num_batched_tokens: int | None = Field(None, gt=0, description="tokens in one step; default: vLLM's")

@@ -43,25 +43,24 @@ class EngineInfo:
         return {name: str(value) for name, value in asdict(self).items()}
 
 
-def cpu_bindings(num_replicas: int, tensor_parallel_size: int, cores: int | None) -> list[str]:
-    """vLLM's `VLLM_CPU_OMP_THREADS_BIND` for each replica of one node: disjoint cores, one group per TP rank.
+def cpu_binding(index: int, tensor_parallel_size: int, cores: int) -> str:
+    """vLLM's `VLLM_CPU_OMP_THREADS_BIND` for one of the replicas of this node: `cores` of its own for each TP rank.
 
-    Left to itself vLLM keeps cores for its front end and every engine takes the same ones.
+    Left to itself vLLM keeps cores for its front end and every engine takes the same ones. `index` counts the node's
+    replicas.
 
-    Raises ValueError when there are fewer cores than ranks.
+    Raises ValueError when this node has not that many cores.
     """
     available = sorted(os.sched_getaffinity(0))
-    num_ranks = num_replicas * tensor_parallel_size
-    per_rank = cores or len(available) // num_ranks
-    needed = num_ranks * max(per_rank, 1)
-    if needed > len(available):
+    needed = (index + 1) * tensor_parallel_size * max(cores, 1)
+    if needed > len(available) or cores < 1:
         raise ValueError(
-            f"replicas: {num_replicas} replicas x {tensor_parallel_size} ranks x {max(per_rank, 1)} cores need "
-            f"{needed} cores, this node has {len(available)}; lower replicas.count or replicas.cores"
+            f"replicas: {index + 1} replicas on a node x {tensor_parallel_size} ranks x {max(cores, 1)} cores need "
+            f"{needed} cores, this one has {len(available)}; lower replicas.count or replicas.cores"
         )
-    groups = [available[i * per_rank : (i + 1) * per_rank] for i in range(num_ranks)]
-    bind = [",".join(map(str, group)) for group in groups]
-    return ["|".join(bind[i : i + tensor_parallel_size]) for i in range(0, num_ranks, tensor_parallel_size)]
+    first = index * tensor_parallel_size
+    groups = [available[rank * cores : (rank + 1) * cores] for rank in range(first, first + tensor_parallel_size)]
+    return "|".join(",".join(map(str, group)) for group in groups)
 
 
 def set_environment(replicas: ReplicasConfig, cpu_binding: str | None) -> None:
@@ -127,6 +126,10 @@ def supported_mode(arguments: Mapping[str, Any]) -> CaptureMode:
             check_supported(config, replace(options, mode="stock", arena_bytes=0))
         except ValueError as stock_reason:
             raise ValueError(f"capture.mode one_pass: {reason}; stock: {stock_reason}") from stock_reason
+        if options.arena_bytes:
+            raise ValueError(
+                f"capture.prefix_arena_gib cannot be used: only the stock method captures this model ({reason})"
+            ) from reason
         return "stock"
     return "one_pass"
 

@@ -19,7 +19,7 @@ from gen.config import CaptureConfig, ReplicasConfig, SamplingConfig, VerifierCo
 from gen.engine import (
     EngineInfo,
     check_mode,
-    cpu_bindings,
+    cpu_binding,
     describe_engine,
     engine_arguments,
     set_environment,
@@ -57,9 +57,7 @@ class ReplicaSpec:
     replicas: ReplicasConfig
     states: StateSpec
     codec: str
-    on_gpu: bool = False
-    num_on_node: int = 1  # replicas that share this node's memory and cores
-    index_on_node: int = 0  # among those
+    cores: int | None  # of each TP rank; None on GPUs
 
 
 class Replica:
@@ -74,15 +72,17 @@ class Replica:
         self._exclusive = False  # whether one of them must be alone
         self._oom_kills = deque([memory.count_oom_kills()], OOM_READINGS)  # latest readings, oldest first
 
-    async def start(self) -> EngineInfo:
-        """Load the verifier. Blocks the event loop for as long as that takes."""
+    async def start(self, index_on_node: int = 0, num_on_node: int = 1) -> EngineInfo:
+        """Load the verifier. Blocks the event loop for as long as that takes.
+
+        Several replicas of a node have its cores by their index and share its memory.
+        """
         assert not self._started
         spec = self._spec
         replicas = spec.replicas
         binding = None
-        if not spec.on_gpu:
-            bindings = cpu_bindings(spec.num_on_node, replicas.tensor_parallel_size, replicas.cores)
-            binding = bindings[spec.index_on_node]
+        if spec.cores is not None:
+            binding = cpu_binding(index_on_node, replicas.tensor_parallel_size, spec.cores)
         set_environment(replicas, binding)
         from gen.capture.client import CaptureClient
         from gen.chat import ChatTokenizer
@@ -113,7 +113,7 @@ class Replica:
         self._client: CaptureClient = CaptureClient(self._engine, spec.states, mode)
         budget = spec.capture.host_memory_gib
         self._admission = Admission(
-            memory.total_bytes() // 2 // spec.num_on_node if budget is None else int(budget * 2**30),
+            memory.total_bytes() // 2 // num_on_node if budget is None else int(budget * 2**30),
             # The scheduler keeps a queue of its own; one engine's worth of requests waiting there is enough.
             2 * spec.replicas.max_num_seqs,
         )
@@ -167,7 +167,7 @@ class Replica:
         self._num_units += 1
         self._exclusive = isolation.is_exclusive
         try:
-            await self._while_alive(self._answerer.answer_unit(rows, target, isolation, outcome))
+            await self._while_alive(self._answerer.answer_unit(rows, target, isolation, outcome), watched=True)
         except BaseException as error:
             # With a dead engine there is nobody to abort; what it wrote are orphans that no reader trusts.
             with suppress(CaptureError):
@@ -185,22 +185,25 @@ class Replica:
         outcome.seconds = time.monotonic() - started
         return outcome
 
-    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _while_alive(self, work: Coroutine[Any, Any, T], *, watched: bool = False) -> T:
         """The result of `work`, which is given up when the engine dies.
 
         vLLM fails the requests of an engine that dies, but never answers the calls (`collective_rpc`) that were under
         way: whoever waits for one would wait for ever.
 
-        Raises CaptureError when the engine is dead, and what the watch of its memory raised.
+        Raises CaptureError when the engine is dead; with `watched` also what ended the watch of the node's memory.
         """
         task = asyncio.create_task(work)
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=DEATH_INTERVAL_S)
-                if not task.done() and self.is_dead:
+                if task.done():
+                    break
+                if self.is_dead:
                     raise CaptureError("the engine died while a call to it was under way")
-                if self._watch is not None and self._watch.done() and not self.is_dead:
-                    self._watch.result()
+                if watched and self._watch is not None and self._watch.done():
+                    watch, self._watch = self._watch, None  # the next unit is watched again
+                    watch.result()
             return task.result()
         finally:
             task.cancel()

@@ -43,7 +43,7 @@ def main() -> None:
     """
     try:
         app()
-    except (ValueError, OSError, RuntimeError) as error:
+    except Exception as error:
         code = _exit_code(error)
         if code is None:
             raise
@@ -67,4 +67,6 @@ def _exit_code(error: Exception) -> int | None:
             return 2
         case OSError() | FencedError() | CompleteError() | ContentionError():
             return 3
-    return None
+    # Where a command has used Ray: what of it did not become an error of the job is the cluster's.
+    ray_exceptions = sys.modules.get("ray.exceptions")
+    return 3 if ray_exceptions is not None and isinstance(error, ray_exceptions.RayError) else None

@@ -19,7 +19,7 @@ TOKEN_FILE = Path.home() / ".ray" / "auth_token"
 
 
 def submit_job(address: str, verb: str, settings: BaseModel, **client_options: Any) -> int:
-    """Submit `headrace VERB` with the resolved configuration, follow its output, and return its exit code.
+    """Submit `headrace VERB` with the resolved configuration, follow its output, and return 0 or 1.
 
     Args:
         address: of the cluster's dashboard, as in `http://head:8265`.

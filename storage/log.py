@@ -91,7 +91,8 @@ def decode_entry(path: str, data: bytes) -> LogEntry:
     if canonical_json(value) + b"\n" != data or hashlib.sha256(content).hexdigest() != digest:
         raise DamagedError(f"{path}: its bytes do not match its digest")
     if value["schema"] != SCHEMA:
-        remedy = "use a newer headrace" if value["schema"] > SCHEMA else "use the headrace that wrote it"
+        older = isinstance(value["schema"], int) and value["schema"] < SCHEMA
+        remedy = "use the headrace that wrote it" if older else "use a newer headrace"
         raise SchemaError(f"{path}: schema version {value['schema']}, this code knows {SCHEMA}: {remedy}")
     if set(value) != _FIELDS:
         raise DamagedError(f"{path}: fields {sorted(value)} are not those of a log entry")

@@ -83,8 +83,8 @@ class Writer:
 
         Raises ValueError naming the sample when one contradicts itself or its shard, when a key comes twice, and when
         samples and rejects are not together what the unit's plan expects; naming the shard when another writer's.
-        Raises StoreError when a table cannot be stored. After an error no table is left; the shards are the caller's,
-        who may `discard` them.
+        Raises StoreError when a table cannot be stored. After an error no table is left that was known to be
+        stored (gc finds others); the shards are the caller's, who may `discard` them.
         """
         self._check(unit, samples, rejects, shards)
         _check_origins(unit, self.id, shards)

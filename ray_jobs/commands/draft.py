@@ -64,7 +64,7 @@ def check(
 ) -> None:
     """Compare any number of draft configurations field by field, and with what the weights beside them imply.
 
-    Exit codes: 0 they agree, 1 they do not, 2 a file cannot be read.
+    Exit codes: 0 they agree, 1 they do not, 2 a file is missing or no such file, 3 it cannot be read.
     """
     from draft.compare import collect_statements, find_disagreements, implied_by_weights
 

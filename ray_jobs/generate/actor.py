@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from gen import memory
 from gen.engine import EngineInfo
@@ -37,17 +38,17 @@ class ReplicaActor:
         self._dataset = Dataset.open(dataset_uri)
 
     async def node(self) -> str:
-        """The node that this actor was placed on."""
-        return platform.node()
+        """Ray's id of the node that this actor was placed on."""
+        return ray.get_runtime_context().get_node_id()
 
-    async def start(self) -> EngineInfo:
-        """Load the verifier.
+    async def start(self, index_on_node: int, num_on_node: int) -> EngineInfo:
+        """Load the verifier. As Replica.start.
 
         Raises EngineLostError when the engine does not start, and ValueError when the configuration is wrong, so that
         it never will.
         """
         try:
-            return await self._replica.start()
+            return await self._replica.start(index_on_node, num_on_node)
         except Exception as error:  # noqa: BLE001 - crosses to the driver as an error that Ray can pickle
             out_of_memory = self._died_of_memory()
             traceback.print_exc()
@@ -103,7 +104,7 @@ class ReplicaActor:
             return writer.write_unit(unit, attempt, outcome.samples, outcome.rejects, outcome.shards)
         except OSError:
             # On a full disk the shards of every further try would lie there until gc comes. The first error is told.
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 writer.discard(outcome.shards)
             raise
 

@@ -60,6 +60,10 @@ class Deaths:
         history = self._units.get(unit)
         return Isolation() if history is None else Isolation(history.alone, dict(history.fatal))
 
+    def must_be_alone(self, unit: int) -> bool:
+        """Whether the unit's replica must hold no other."""
+        return unit in self._units and self.isolation(unit).is_exclusive
+
     def died(self, unit: int, death: Death, error: EngineLostError) -> Verdict | None:
         """An engine died with this unit in it. Returns a verdict when this tells which prompt did it.
 

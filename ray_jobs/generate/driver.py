@@ -25,7 +25,8 @@ from ray_jobs.generate.config import GenerateConfig
 from ray_jobs.generate.deaths import Death, Deaths
 from ray_jobs.generate.leases import Lease, Leases
 from ray_jobs.generate.plan import JobPlan
-from ray_jobs.generate.room import Place, RoomWait, has_room, num_devices, places, replica_bundle
+from ray_jobs.generate.restarts import Restarts
+from ray_jobs.generate.room import RoomWait, free_index, has_room, num_bundles, num_devices, replica_bundle
 from ray_jobs.generate.spool import PromptSpool
 from ray_jobs.generate.summary import GenerateSummary
 from ray_jobs.generate.token_budget import TokenBudget
@@ -57,6 +58,8 @@ class _Replica:
     started: float
     token_budget: int | None
     placed: float | None = None  # when the cluster had room for it
+    node: str | None = None  # where
+    index_on_node: int = 0
     info: EngineInfo | None = None
     loaded: float = 0.0  # when `info` came
     last_result: float = 0.0  # when the newest of its units came, or `loaded`
@@ -91,7 +94,9 @@ class Driver:
         self._dataset = dataset
         self._began = began
         self._num_pending = len(pending)
-        self._leases = Leases(pending, config.replicas.max_unit_attempts)
+        replicas = config.replicas
+        self._deaths = Deaths(replicas.max_unit_deaths, replicas.max_prompt_deaths, replicas.max_fatal_prompts)
+        self._leases = Leases(pending, replicas.max_unit_attempts, self._deaths.must_be_alone)
         self._writer: Writer = dataset.writer()
         self._summary = GenerateSummary(dataset=dataset.uri)
         self._shard_options = {
@@ -102,7 +107,6 @@ class Driver:
 
     def run(self) -> None:
         replicas = self._config.replicas
-        self._deaths = Deaths(replicas.max_unit_deaths, replicas.max_prompt_deaths, replicas.max_fatal_prompts)
         # vLLM refuses a step that could not hold one token of each request.
         floor = max(replicas.min_batched_tokens, replicas.max_num_seqs)
         self._budget = TokenBudget(self._run_dir, replicas.max_num_batched_tokens, floor)
@@ -113,15 +117,12 @@ class Driver:
         self._room = RoomWait(self._bundle, replicas.placement_timeout_s)
         self._group = placement_group([self._bundle] * count, strategy="PACK")
         self._actors: list[_Replica] = []
-        self._starts = Counter[int]()  # by replica
-        self._restarts = Counter[int]()  # by replica: those that nothing explains
-        self._explained: set[Death] = set()
+        self._restarts = Restarts(replicas.max_restarts)
         rejects = Counter(self._dataset.snapshot().rejects()["reason"].to_pylist())
         self._num_does_not_fit = rejects[DOES_NOT_FIT]
         try:
             with stage("loading the verifier", count) as progress:
                 self._wait_for_room(count, progress)
-                self._places: list[Place] = places(self._group)
                 for index in range(count):
                     self._start(index)
                 self._wait_for_first(progress)
@@ -132,39 +133,33 @@ class Driver:
             remove_placement_group(self._group)
 
     def _start(self, index: int) -> None:
-        if has_room(self._group):
-            self._places = places(self._group)  # a lost node's replicas may have moved
-        place = self._places[index]
+        replicas = self._config.replicas
         spec = ReplicaSpec(
             name=f"replica-{index}",
             verifier=self._config.verifier,
             sampling=self._config.sampling,
             capture=self._config.capture,
-            replicas=self._config.replicas.model_copy(update={"max_num_batched_tokens": self._budget.value}),
+            replicas=replicas.model_copy(update={"max_num_batched_tokens": self._budget.value}),
             states=self._plan.states,
             codec=self._config.dataset.codec,
-            on_gpu="GPU" in self._bundle,
-            num_on_node=place.num_on_node,
-            index_on_node=place.index_on_node,
+            cores=None if "GPU" in self._bundle else int(self._bundle["CPU"]) // replicas.tensor_parallel_size,
         )
         actor: Any = (
             ray.remote(ReplicaActor)
             .options(
                 max_restarts=0,
                 max_task_retries=0,
-                max_concurrency=self._config.replicas.units_in_flight + 2,
+                max_concurrency=replicas.units_in_flight + 2,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
                 num_gpus=self._bundle.get("GPU", 0),
                 num_cpus=self._bundle["CPU"],
             )
             .remote(spec, self._dataset.uri, str(self._log_file(spec.name).resolve()))
         )
-        death = Death(index, self._starts[index])
-        self._starts[index] += 1
+        death = self._restarts.start(index)
         replica = _Replica(index, spec.name, death, actor, time.monotonic(), self._budget.value)
         self._actors.append(replica)
         self._calls[actor.node.remote()] = _Call(replica, "place")
-        self._calls[actor.start.remote()] = _Call(replica, "start")
 
     def _log_file(self, name: str) -> Path:
         return self._run_dir / "logs" / f"{name}.log"
@@ -239,6 +234,11 @@ class Driver:
         match call.kind:
             case "place":
                 replica.placed = time.monotonic()
+                others = [other.index_on_node for other in self._actors if other.node == result]
+                replica.node, replica.index_on_node = result, free_index(others)
+                num_on_node = max(num_bundles(self._group, result), len(others) + 1)
+                start = replica.actor.start.remote(replica.index_on_node, num_on_node)
+                self._calls[start] = _Call(replica, "start")
             case "start":
                 replica.info = result
                 replica.loaded = replica.last_result = time.monotonic()
@@ -254,7 +254,7 @@ class Driver:
         try:
             commit = self._writer.commit([files], info)
         except FencedError as error:
-            self._release(lease, f"{replica.name}: {error}")
+            self._leases.release(lease.unit, f"{replica.name}: {error}")
             return
         self._leases.finish(lease.unit)
         replica.last_result = time.monotonic()
@@ -299,7 +299,7 @@ class Driver:
         lost = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, EngineLostError) else None
         cause = (str(lost or error).strip().splitlines() or [type(error).__name__])[-1]
         if lease is not None and lost is None and isinstance(error, RayTaskError):
-            self._release(lease, f"{replica.name}: {cause}")
+            self._leases.release(lease.unit, f"{replica.name}: {cause}")
             return
         is_first = replica in self._actors
         try:
@@ -316,13 +316,11 @@ class Driver:
         finally:
             if is_first:
                 self._end(replica)
-        if not replica.excused:
-            if self._restarts[replica.index] >= self._config.replicas.max_restarts:
-                raise ReplicaLostError(
-                    f"{replica.name} was lost after {self._restarts[replica.index]} restarts (replicas.max_restarts): "
-                    f"{cause}; see {self._log_file(replica.name)}"
-                ) from error
-            self._restarts[replica.index] += 1
+        if not self._restarts.allow(replica.index, excused=replica.excused):
+            raise ReplicaLostError(
+                f"{replica.name} was lost after {self._config.replicas.max_restarts} restarts "
+                f"(replicas.max_restarts): {cause}; see {self._log_file(replica.name)}"
+            ) from error
         self._summary.num_restarts += 1
         self._start(replica.index)
 
@@ -342,21 +340,14 @@ class Driver:
         if lost is not None and not replica.excused:
             verdict = self._deaths.died(lease.unit, replica.death, lost)
             if verdict is not None:
-                # The deaths are explained: they say nothing about the replicas any more. (One may be of two units.)
-                self._restarts.subtract(death.replica for death in verdict.deaths - self._explained)
-                self._explained |= verdict.deaths
+                self._restarts.explain(verdict.deaths)
                 self._summary.num_fatal_prompts += 1
                 print(
                     f"rejected row {verdict.row} ({verdict.fatal.reason}): {verdict.fatal.detail}",
                     file=sys.stderr,
                     flush=True,
                 )
-        self._release(lease, f"{replica.name}: {cause}", counts=False)
-
-    def _release(self, lease: Lease, cause: str, *, counts: bool = True) -> None:
-        """The unit is done again, by a replica that holds no other while it searches for a prompt that kills."""
-        exclusive = self._deaths.isolation(lease.unit).is_exclusive
-        self._leases.release(lease.unit, cause, counts=counts, exclusive=exclusive)
+        self._leases.release(lease.unit, f"{replica.name}: {cause}", counts=False)
 
     def _take_rest(self, replica: _Replica) -> None:
         """The results of a lost replica's other calls, which come within seconds: units that it had done already, and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from gen.head import extract_head
@@ -41,8 +42,15 @@ def run_generate(config: GenerateConfig, run_dir: Path) -> GenerateSummary:
             driver.run()
         if not dataset.snapshot().is_complete:
             dataset.complete()
-    finally:
-        # Also of a job that failed: what it committed, and what restarts have cost it.
-        summary = driver.summarise()
-        (run_dir / SUMMARY_NAME).write_text(json.dumps(summary.as_json(), indent=2) + "\n")
+    except BaseException:
+        # What a job that failed has committed, and what restarts have cost it. Its own error is the one that tells.
+        with suppress(OSError):
+            _write_summary(driver, run_dir)
+        raise
+    return _write_summary(driver, run_dir)
+
+
+def _write_summary(driver: Driver, run_dir: Path) -> GenerateSummary:
+    summary = driver.summarise()
+    (run_dir / SUMMARY_NAME).write_text(json.dumps(summary.as_json(), indent=2) + "\n")
     return summary

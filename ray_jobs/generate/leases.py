@@ -7,7 +7,7 @@ counts as a failed attempt only when the unit itself may be at fault.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ray_jobs.errors import JobError
@@ -31,13 +31,15 @@ class Leases:
     time is emptied for it, the others go on.
     """
 
-    def __init__(self, units: Iterable[int], max_attempts: int) -> None:
+    def __init__(self, units: Iterable[int], max_attempts: int, must_be_alone: Callable[[int], bool]) -> None:
+        """`must_be_alone` is asked whenever a unit is given out. Its answer for a leased unit changes only before its
+        release, when the replica that holds it is lost."""
         self._pending = deque(sorted(units))
         self._leased: dict[int, Lease] = {}
         self._attempts: dict[int, int] = {}
         self._failures: dict[int, list[str]] = {}
         self._max_attempts = max_attempts
-        self._exclusive: set[int] = set()
+        self._must_be_alone = must_be_alone
         self._emptying: str | None = None  # the replica that gets nothing until it can take an exclusive unit
         self.num_retries = 0
 
@@ -48,13 +50,13 @@ class Leases:
     def lease(self, replica: str) -> Lease | None:
         """Give the next unit to `replica`; None when there is none for it now."""
         held = self.held_by(replica)
-        if any(unit in self._exclusive for unit in held):
+        if any(map(self._must_be_alone, held)):
             return None
-        exclusive = next((unit for unit in self._pending if unit in self._exclusive), None)
+        exclusive = next(filter(self._must_be_alone, self._pending), None)
         if exclusive is not None and (not held or self._emptying in (None, replica)):
             self._emptying = replica if held else None
             return None if held else self._give(exclusive, replica)
-        shared = next((unit for unit in self._pending if unit not in self._exclusive), None)
+        shared = next((unit for unit in self._pending if not self._must_be_alone(unit)), None)
         return None if shared is None else self._give(shared, replica)
 
     def _give(self, unit: int, replica: str) -> Lease:
@@ -68,16 +70,14 @@ class Leases:
         """The unit is committed."""
         assert unit in self._leased, f"unit {unit} is not leased"
         del self._leased[unit]
-        self._exclusive.discard(unit)
 
-    def release(self, unit: int, cause: str, *, counts: bool = True, exclusive: bool = False) -> None:
+    def release(self, unit: int, cause: str, *, counts: bool = True) -> None:
         """The unit's work is lost; it is pending again.
 
         Args:
             unit: the leased unit.
             cause: what happened, kept for the final message.
             counts: False when the unit cannot be at fault (its replica was stopped on purpose).
-            exclusive: whether its next replica must hold no other unit.
 
         Raises:
             UnitFailedError: when it failed `max_attempts` times.
@@ -85,9 +85,6 @@ class Leases:
         assert unit in self._leased, f"unit {unit} is not leased"
         if self._leased.pop(unit).replica == self._emptying:
             self._emptying = None  # it may be lost for long; another can be emptied as well
-        self._exclusive.discard(unit)
-        if exclusive:
-            self._exclusive.add(unit)
         self.num_retries += 1
         if counts:
             failures = self._failures.setdefault(unit, [])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Literal
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
@@ -28,12 +28,9 @@ def has_room(group: PlacementGroup) -> bool:
 
 
 def replica_bundle(replicas: ReplicasConfig) -> dict[str, float]:
-    """The resources of one replica. A bundle lies on one node.
-
-    What the cluster has by now does not decide between GPUs and cores: its nodes may join later.
-    """
+    """The resources of one replica. A bundle lies on one node."""
     ranks = replicas.tensor_parallel_size
-    if (replicas.device or _built_for()) == "gpu":
+    if (replicas.device or _default_device()) == "gpu":
         return {"GPU": ranks, "CPU": 1}
     if replicas.cores is not None:
         return {"CPU": replicas.cores * ranks}
@@ -42,11 +39,12 @@ def replica_bundle(replicas: ReplicasConfig) -> dict[str, float]:
     return {"CPU": max(1, int(share))}
 
 
-def _built_for() -> Literal["cpu", "gpu"]:
-    """What the installed PyTorch, and with it vLLM, runs on. The cluster has the same installation on every node."""
+def _default_device() -> Literal["cpu", "gpu"]:
+    """GPUs where the cluster has some by now, and where PyTorch is built for them: nodes may join later."""
     import torch
 
-    return "gpu" if torch.version.cuda or torch.version.hip else "cpu"
+    has_gpu = ray.cluster_resources().get("GPU", 0) > 0
+    return "gpu" if has_gpu or torch.version.cuda or torch.version.hip else "cpu"
 
 
 def num_devices(bundle: Mapping[str, float]) -> float:
@@ -54,23 +52,15 @@ def num_devices(bundle: Mapping[str, float]) -> float:
     return bundle.get("GPU") or bundle["CPU"]
 
 
-class Place(NamedTuple):
-    """Where a replica lies among those of its node."""
-
-    index_on_node: int
-    num_on_node: int
-
-
-def places(group: PlacementGroup) -> list[Place]:
-    """The places of a group's replicas, one bundle each, when all have one."""
+def num_bundles(group: PlacementGroup, node: str) -> int:
+    """How many of a group's replicas lie on a node, by its id in hexadecimal."""
     nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    num_on_node = Counter(nodes.values())
-    seen = Counter[str]()
-    found = []
-    for _, node in sorted(nodes.items()):
-        found.append(Place(seen[node], num_on_node[node]))
-        seen[node] += 1
-    return found
+    return list(nodes.values()).count(node)
+
+
+def free_index(taken: Collection[int]) -> int:
+    """The lowest index that none of a node's living replicas has: which of the node's cores a new one may take."""
+    return next(index for index in itertools.count() if index not in taken)
 
 
 def _largest_node(resource: str) -> float:

@@ -25,7 +25,14 @@ MEMORY_LIMIT = 6 << 30
 def write_job(
     folder: Path, verifier_dir: Path, rows: list[Any], engine_args: dict[str, Any] | None = None, **replicas: Any
 ) -> Path:
-    sizes = {"count": 1, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_gib": 1, "enforce_eager": True}
+    sizes = {
+        "count": 1,
+        "device": "cpu",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "kv_cache_gib": 1,
+        "enforce_eager": True,
+    }
     return write_config(
         folder / "generate.yaml",
         {
@@ -201,27 +208,26 @@ def test_replicas_that_ray_kills_for_want_of_memory_end_within_bounds(tmp_path: 
     assert "max_num_batched_tokens 256 -> 128" in outcome.stderr
 
 
-def test_replicas_know_their_neighbours_on_a_node() -> None:
+def test_replicas_ask_for_what_the_cluster_will_have_and_share_a_node() -> None:
     """Of nodes with three and two cores, and a head without any."""
     import ray
     from ray.cluster_utils import Cluster
     from ray.util.placement_group import placement_group
 
-    from ray_jobs.generate.room import Place, has_room, places, replica_bundle
+    from ray_jobs.generate.room import free_index, has_room, num_bundles, replica_bundle
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        replicas = ReplicasConfig(count=3)
+        replicas = ReplicasConfig(count=3, device="cpu")
         assert replica_bundle(replicas) == {"CPU": 1}  # nothing has joined yet
         assert replica_bundle(replicas.model_copy(update={"device": "gpu"})) == {"GPU": 1, "CPU": 1}
-        for num_cpus in (3, 2):
-            cluster.add_node(num_cpus=num_cpus)
+        nodes = [cluster.add_node(num_cpus=num_cpus).node_id for num_cpus in (3, 2)]
         group = placement_group([{"CPU": 1}] * 5, strategy="PACK")
         assert group.wait(60)
         assert has_room(group)
-        alone = [Place(index, 3) for index in range(3)]
-        assert sorted(places(group)) == sorted([*alone, Place(0, 2), Place(1, 2)])
+        assert [num_bundles(group, node) for node in nodes] == [3, 2]
     finally:
         ray.shutdown()
         cluster.shutdown()
+    assert [free_index([]), free_index([0, 2]), free_index([1, 0])] == [0, 1, 2]

@@ -221,10 +221,14 @@ def test_encoders_work_side_by_side_and_writes_keep_their_order() -> None:
     slow.result(10)
     quick.result(10)
     assert written == ["first", "second"]
-    failed = shards.submit_encoded(1, lambda: [][0], written.append)
+    failed = shards.submit_encoded(101, lambda: [][0], written.append)
     with pytest.raises(IndexError):
         failed.result(10)
     assert written == ["first", "second"]
+    room = threading.Thread(target=shards.wait_for_room, daemon=True)
+    room.start()
+    room.join(10)
+    assert not room.is_alive(), "a failed sample keeps its bytes, and the engine waits for ever"
     shards.shutdown()
 
 

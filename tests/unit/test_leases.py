@@ -6,11 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gen.isolation import EngineLostError
+from ray_jobs.generate.deaths import Death, Deaths
 from ray_jobs.generate.leases import Lease, Leases, UnitFailedError
+from storage import SampleKey
+
+
+def never(_unit: int) -> bool:
+    return False
 
 
 def test_units_are_given_out_in_order_with_their_attempt() -> None:
-    leases = Leases([3, 1, 2], max_attempts=2)
+    leases = Leases([3, 1, 2], 2, never)
     assert leases.lease("a") == Lease(1, 0, "a")
     assert leases.lease("b") == Lease(2, 0, "b")
     leases.release(1, "replica lost")
@@ -20,7 +27,7 @@ def test_units_are_given_out_in_order_with_their_attempt() -> None:
 
 
 def test_a_unit_that_keeps_failing_stops_with_every_cause() -> None:
-    leases = Leases([7], max_attempts=2)
+    leases = Leases([7], 2, never)
     leases.lease("a")
     leases.release(7, "disk full")
     leases.lease("b")
@@ -29,22 +36,24 @@ def test_a_unit_that_keeps_failing_stops_with_every_cause() -> None:
 
 
 def test_an_engines_death_is_not_counted_against_its_units() -> None:
-    leases = Leases([7], max_attempts=1)
+    leases = Leases([7], 1, never)
     for attempt in range(5):
         assert leases.lease("a") == Lease(7, attempt, "a")
         leases.release(7, "engine died", counts=False)
     assert leases.num_retries == 5
 
 
-def test_a_unit_that_must_be_alone_stays_so_while_its_releases_say_it() -> None:
-    leases = Leases([0, 1], max_attempts=9)
+def test_a_unit_that_must_be_alone_stays_so_whatever_it_is_released_for() -> None:
+    deaths = Deaths(max_unit_deaths=1, max_prompt_deaths=1, max_fatal_prompts=8)
+    leases = Leases([0, 1], 9, deaths.must_be_alone)
     leases.lease("a")
-    leases.release(0, "engine died", counts=False, exclusive=True)
-    assert leases.lease("a") == Lease(0, 1, "a")
-    assert leases.lease("a") is None
-    leases.release(0, "disk full", exclusive=True)
-    assert leases.lease("a") == Lease(0, 2, "a")
-    assert leases.lease("a") is None
+    deaths.died(0, Death(0, 0), EngineLostError("the engine died", False, (SampleKey(3, 0, 0),)))
+    leases.release(0, "engine died", counts=False)
+    for attempt in (1, 2):
+        assert leases.lease("a") == Lease(0, attempt, "a")
+        assert leases.lease("a") is None
+        leases.release(0, "disk full")
+    assert leases.lease("a") == Lease(0, 3, "a")
     assert leases.lease("b") == Lease(1, 0, "b")
 
 
@@ -53,10 +62,10 @@ def test_a_unit_that_must_be_alone_stays_so_while_its_releases_say_it() -> None:
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["finish", "lost", "exclusive"])), max_size=200),
 )
 def test_no_unit_is_lost_or_leased_twice(units: set[int], steps: list[tuple[str, str]]) -> None:
-    leases = Leases(units, max_attempts=1000)
+    exclusive: set[int] = set()
+    leases = Leases(units, 1000, exclusive.__contains__)
     held: dict[int, str] = {}
     finished: list[int] = []
-    exclusive: set[int] = set()
     for replica, end in steps:
         lease = leases.lease(replica)
         if lease is not None:
@@ -73,8 +82,9 @@ def test_no_unit_is_lost_or_leased_twice(units: set[int], steps: list[tuple[str,
                 leases.finish(unit)
                 finished.append(unit)
             else:
-                leases.release(unit, "lost", exclusive=end == "exclusive")
-                exclusive |= {unit} if end == "exclusive" else set()
+                if end == "exclusive":
+                    exclusive.add(unit)
+                leases.release(unit, "lost")
     for unit in held:
         leases.finish(unit)
         finished.append(unit)
@@ -86,10 +96,12 @@ def test_no_unit_is_lost_or_leased_twice(units: set[int], steps: list[tuple[str,
 
 
 def test_an_exclusive_unit_waits_for_one_replica_and_the_others_go_on() -> None:
-    leases = Leases(range(8), max_attempts=2)
+    exclusive: set[int] = set()
+    leases = Leases(range(8), 2, exclusive.__contains__)
     for replica in "aabb":
         leases.lease(replica)
-    leases.release(0, "engine died", counts=False, exclusive=True)
+    exclusive.add(0)
+    leases.release(0, "engine died", counts=False)
     assert leases.lease("a") is None  # is being emptied
     assert leases.lease("b") == Lease(4, 0, "b")
     leases.finish(1)
@@ -100,10 +112,12 @@ def test_an_exclusive_unit_waits_for_one_replica_and_the_others_go_on() -> None:
 
 
 def test_a_replica_that_is_lost_while_it_is_emptied_keeps_no_unit_waiting() -> None:
-    leases = Leases(range(4), max_attempts=2)
+    exclusive: set[int] = set()
+    leases = Leases(range(4), 2, exclusive.__contains__)
     for replica in "aab":
         leases.lease(replica)
-    leases.release(0, "engine died", exclusive=True)
+    exclusive.add(0)
+    leases.release(0, "engine died")
     assert leases.lease("a") is None
     leases.release(1, "node lost", counts=False)
     leases.finish(2)

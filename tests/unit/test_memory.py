@@ -150,3 +150,4 @@ def test_a_job_that_is_started_again_remembers(tmp_path: Path) -> None:
     assert TokenBudget(tmp_path, configured=2048, floor=256).value == 1024
     assert TokenBudget(tmp_path, configured=None, floor=256).value == 1024
     assert TokenBudget(tmp_path, configured=512, floor=256).value == 512
+    assert TokenBudget(tmp_path, configured=None, floor=1500).value == 1500  # vLLM would refuse less

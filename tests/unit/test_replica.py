@@ -37,6 +37,7 @@ def started(engine: Engine) -> Replica:
         replicas=ReplicasConfig(),
         states=StateSpec((1, 2), 8),
         codec="none",
+        cores=1,
     )
     replica = Replica(spec)
     vars(replica).update(_engine=engine, _started=True)
@@ -90,7 +91,8 @@ def test_a_watch_of_memory_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -
         vars(replica)["_watch"] = asyncio.create_task(replica._watch_memory())
         with pytest.raises(FileNotFoundError, match="meminfo"):
             async with asyncio.timeout(5):
-                await replica._while_alive(asyncio.sleep(60))
+                await replica._while_alive(asyncio.sleep(60), watched=True)
+        assert replica._watch is None  # the next unit starts another
 
     asyncio.run(scenario())
 
@@ -125,5 +127,7 @@ def test_a_death_costs_the_start_and_the_work_since_the_last_unit() -> None:
     loading = _Replica(0, "replica-0", Death(0, 0), None, 90.0, None, placed=100.0)
     assert loading.lost_s(130.0) == 30.0
     info: Any = object()
-    working = _Replica(0, "replica-0", Death(0, 0), None, 90.0, None, 100.0, info, loaded=130.0, last_result=500.0)
+    working = _Replica(
+        0, "replica-0", Death(0, 0), None, 90.0, None, placed=100.0, info=info, loaded=130.0, last_result=500.0
+    )
     assert working.lost_s(510.0) == 40.0
