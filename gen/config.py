@@ -122,8 +122,8 @@ class ReplicasConfig(Section):
     tensor_parallel_size: int = Field(1, gt=0)
     device: Literal["cpu", "gpu"] | None = Field(
         None,
-        description="what a replica asks the cluster for; default: gpu where the cluster has some when the job "
-        "starts, or the driver's PyTorch is built for them",
+        description="what a replica asks the cluster for (where it runs is decided by vLLM's build); default: gpu where "
+        "the cluster has some when the job starts, or the driver's PyTorch is built for them",
     )
     max_num_seqs: int = Field(64, gt=0, description="requests in one step")
     max_num_batched_tokens: int | None = Field(None, gt=0, description="tokens in one step; default: vLLM's")
