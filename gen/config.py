@@ -122,7 +122,7 @@ class ReplicasConfig(Section):
     tensor_parallel_size: int = Field(1, gt=0)
     device: Literal["cpu", "gpu"] | None = Field(
         None,
-        description="what a replica asks the cluster for (where it runs is decided by vLLM's build); default: gpu where "
+        description="what a replica asks the cluster for (vLLM's build decides what it runs on); default: gpu where "
         "the cluster has some when the job starts, or the driver's PyTorch is built for them",
     )
     max_num_seqs: int = Field(64, gt=0, description="requests in one step")
