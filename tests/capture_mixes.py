@@ -175,7 +175,7 @@ def run_mix(engine: Engine, mix: Mix, questions: Sequence[list[int]], reference:
                 expected_TKH,
                 SMOLLM_SPEC.layer_ids,
                 nearest_layer=request.kind != "repeat" and len(expected_TKH) >= 16,
-                repeats_token=request.kind == "repeat" and request.length >= 16,
+                num_repeated=request.length if request.kind == "repeat" and request.length >= 16 else 0,
             )
         except AssertionError as error:
             raise AssertionError(f"{key} of {request}: {error}") from error

@@ -82,7 +82,7 @@ def check_states(
     floor: float = 0.9,
     centred: bool = False,
     nearest_layer: bool = True,
-    repeats_token: bool = False,
+    num_repeated: int = 0,
 ) -> None:
     """Assert that captured states are those of these layers and tokens.
 
@@ -93,17 +93,19 @@ def check_states(
     (Not for `nearest_layer=False`: of a few tokens the first one's massive activations decide which layer that is, and
     the states of a repeated token do not change over some layers.)
 
-    `repeats_token` is for text that begins with one token many times. Where the repetition ends, bf16 states are far
-    off in the later layers (Hugging Face's own: a cosine of 0.36 with its fp32 states): only the first layer has a
-    floor there.
+    `num_repeated` is for text that begins with one token so many times. Behind the repetition single bf16 states of the
+    later layers are anything (a cosine of 0.36 between Hugging Face's own bf16 and fp32, -0.2 between vLLM's and fp32):
+    there only the first layer is compared.
     """
     assert captured_TLH.shape == (len(reference_TKH), len(layer_ids), reference_TKH.shape[-1])
     assert torch.isfinite(captured_TLH).all()
     found_TL = cosines(captured_TLH, reference_TKH[:, list(layer_ids)], centred=centred)
+    if num_repeated:
+        found_TL[num_repeated:, 1:] = 1
     low_L = (found_TL < lowest).sum(0)
     summary = f"lowest cosine per layer {[round(value, 4) for value in found_TL.min(0).values.tolist()]}"
     assert (low_L <= max(1, len(found_TL) // 50)).all(), f"{low_L.tolist()} tokens below {lowest}; {summary}"
-    assert found_TL[:, : 1 if repeats_token else None].min() >= floor, summary
+    assert found_TL.min() >= floor, summary
     if nearest_layer:
         nearest = nearest_layers(captured_TLH, reference_TKH)
         assert nearest == list(layer_ids), f"nearest layers are {nearest}, not {list(layer_ids)}; {summary}"
