@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from gen.admission import Admission
 from gen.capture.messages import CaptureError, CaptureFault
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from gen.capture.client import CaptureClient
     from gen.chat import ChatTokenizer
-
-T = TypeVar("T")
 
 
 class Answerer:

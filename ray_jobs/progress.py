@@ -17,6 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 LINE_INTERVAL_S = 10.0
 
 
+def transient_bars() -> Progress:
+    """Bars of a short command on stderr, gone when it ends; nothing where stderr is no terminal."""
+    stderr = Console(stderr=True)
+    return Progress(console=stderr, transient=True, disable=not stderr.is_terminal)
+
+
 class Stage(ABC):
     """One stage: `update` as often as wanted, from any thread."""
 

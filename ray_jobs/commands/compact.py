@@ -23,13 +23,12 @@ def command(
     """
     from rich.console import Console
     from rich.filesize import decimal
-    from rich.progress import Progress
 
+    from ray_jobs.progress import transient_bars
     from storage import Dataset
     from storage.compact import compact
 
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bars:
+    with transient_bars() as bars:
         task = bars.add_task("groups of units", total=None)
         result = compact(
             Dataset.open(uri),

@@ -30,16 +30,13 @@ def command(
     import json
     from dataclasses import asdict
 
-    from rich.console import Console
-    from rich.progress import Progress
-
+    from ray_jobs.progress import transient_bars
     from storage.dataset import Dataset
     from storage.export import export_speculators
 
     assert to is Layout.SPECULATORS, to
     snapshot = Dataset.open(uri).snapshot(version)
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+    with transient_bars() as bar:
         task = bar.add_task("samples", total=None)
         summary = export_speculators(
             snapshot, output, progress=lambda done, total: bar.update(task, completed=done, total=total)

@@ -22,13 +22,13 @@ def command(
     Exit codes: 0 sound, 1 damage found, 2 no such data set, 3 the storage failed, so nothing is known.
     """
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
     from rich.table import Table
 
+    from ray_jobs.progress import transient_bars
     from storage.verify import verify
 
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bars:
+    with transient_bars() as bars:
         tasks: dict[str, TaskID] = {}
 
         def progress(what: str, done: int, total: int) -> None:
